@@ -1,0 +1,148 @@
+"""What the planner knows of a model: sizes, costs and the dims that may be cut. Plain numbers, no torch.
+
+`describe` makes a `ModelSpec` from an `nn.Module` on the meta device; the planner reads costs from it, the runtime reads
+which parameters exist, which layers use them and how each may be cut.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+
+from whale_trainer.errors import PlanError
+
+
+class SplitKind(StrEnum):
+    """How a module is cut over the ranks of a tensor group."""
+
+    COLUMN = "column"
+    """A linear layer by its outputs: each rank holds some rows of the weight and the same part of the bias."""
+    ROW = "row"
+    """A linear layer by its inputs: partial products are summed over the group, the bias is added once."""
+    VOCAB = "vocab"
+    """An embedding, or the linear layer that makes logits, by its vocabulary rows."""
+    HEADS = "heads"
+    """An attention module with children q_proj, k_proj, v_proj, o_proj, by whole heads (with their kv group)."""
+    PARTIAL = "partial"
+    """Parameters that every rank holds whole but that see only their rank's part: their gradients are summed."""
+
+
+@dataclass(frozen=True)
+class SplitDim:
+    """A dim of the model that is dealt out in whole units, such as 12 heads, 3072 columns or 256 vocabulary rows."""
+
+    name: str
+    """`heads`, `columns` or `vocabulary`: what the units are, for messages and for `cuts` in plan.json."""
+    units: int
+    """Number of units; query heads where the dim is heads."""
+    num_kv_heads: int | None = None
+    """For heads: number of key/value heads (equal to `units` without grouped-query attention)."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How one parameter follows a `SplitDim`: along which of its dims, and how many elements a unit takes there."""
+
+    split: SplitDim
+    dim: int
+    elements_per_unit: int
+    is_kv: bool = False
+    """True for key and value projections, whose units are kv heads and may be shared by several ranks."""
+
+
+@dataclass(frozen=True)
+class ModuleSplit:
+    """A module that a tensor group cuts, by its dotted name in the user's model."""
+
+    module: str
+    kind: SplitKind
+    layer: int
+    split: SplitDim | None = None
+    """None for `PARTIAL`."""
+    head_dim: int | None = None
+    """Elements of one head, for `HEADS`."""
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """One logical parameter; a weight that is tied in several places is one parameter used by several layers."""
+
+    name: str
+    """The first name that `named_parameters()` of the user's model gives it."""
+    shape: tuple[int, ...]
+    element_bytes: int
+    layers: tuple[int, ...]
+    """Indices of the layers that use it, ascending; more than one for a tied weight."""
+    cut: Cut | None = None
+    is_partial: bool = False
+    """Not cut, but inside the split part of a tensor group: each rank has a part of the gradient only."""
+    trainable: bool = True
+
+    @property
+    def num_elements(self) -> int:
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+    @property
+    def size_bytes(self) -> int:
+        return self.num_elements * self.element_bytes
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """Costs of one layer for one sample. The backward pass is taken as twice the forward pass where it trains weights."""
+
+    name: str
+    forward_flops: float
+    """FLOPs of the forward pass of one sample, cut and uncut parts together."""
+    split_flops: float
+    """The part of `forward_flops` that a tensor group shares out; the rest is repeated on each of its ranks."""
+    activation_bytes: int
+    """Bytes kept for the backward pass, one sample."""
+    boundary_bytes: int
+    """Bytes of the layer's output that go to the next layer, one sample."""
+    split_dims: tuple[SplitDim, ...] = ()
+    num_collectives: int = 0
+    """Sums over the tensor group in one forward pass when the layer is cut."""
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """The whole model as the planner sees it."""
+
+    name: str
+    layers: tuple[LayerSpec, ...]
+    parameters: tuple[ParameterSpec, ...]
+    splits: tuple[ModuleSplit, ...] = ()
+    can_be_cut: bool = True
+    """False for a module without `layers()`: it is one layer that can only be replicated."""
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements over all parameters, tied ones counted once."""
+        return sum(p.num_elements for p in self.parameters)
+
+    @cached_property
+    def layer_names(self) -> tuple[str, ...]:
+        return tuple(layer.name for layer in self.layers)
+
+    def split_dims(self, start: int, stop: int) -> tuple[SplitDim, ...]:
+        """The distinct dims that a tensor group on layers `[start, stop)` cuts, in order of appearance."""
+        seen: dict[SplitDim, None] = {}
+        for layer in self.layers[start:stop]:
+            seen.update(dict.fromkeys(layer.split_dims))
+        return tuple(seen)
+
+    def layer_index(self, name: str) -> int:
+        """Position of the layer called `name`; raises `PlanError` when there is none."""
+        try:
+            return self.layer_names.index(name)
+        except ValueError:
+            raise PlanError(f"there is no layer {name!r} (the model has {', '.join(self.layer_names)})") from None

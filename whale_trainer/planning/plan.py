@@ -1,0 +1,229 @@
+"""The plan: a tiling of layers x samples, each tile held by one rank or split over several.
+
+Holds decisions only (intervals, ranks, weights, schedule) and derives the rest. A plan is checked when it is made, can be
+written as JSON and read back, and has a fingerprint that ranks compare before the first collective.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import Any
+
+from whale_trainer.errors import PlanError
+from whale_trainer.model_spec import ModelSpec
+from whale_trainer.planning.shares import Interval, cut_units
+
+SCHEMA_VERSION = 1
+SCHEDULES = ("gpipe", "1f1b")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One rank's part of a tile; `weight` is its share among the tile's shards, a whole number."""
+
+    rank: int
+    weight: int = 1
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Layers x samples of a micro-batch, held by one rank or cut over a tensor group."""
+
+    layers: Interval
+    samples: Interval
+    shards: tuple[Shard, ...]
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(s.rank for s in self.shards)
+
+    @property
+    def weights(self) -> tuple[int, ...]:
+        return tuple(s.weight for s in self.shards)
+
+    def shard_of(self, rank: int) -> int:
+        """Position of `rank` among the shards."""
+        return self.ranks.index(rank)
+
+    def __str__(self) -> str:
+        cut = "" if len(self.shards) == 1 else " shards " + ":".join(map(str, self.weights))
+        ranks = ",".join(map(str, self.ranks))
+        return f"layers {self.layers.start}-{self.layers.stop}, samples {self.samples.start}-{self.samples.stop}, rank {ranks}{cut}"
+
+
+@dataclass(frozen=True)
+class PlannedDevice:
+    """The device behind a rank, and what the plan puts on it."""
+
+    rank: int
+    kind: str
+    node: str
+    memory_bytes: int
+    planned_memory_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Times that the simulator gives for a plan; all None until there is one."""
+
+    step_s: float | None = None
+    bubble_fraction: float | None = None
+    even_step_s: float | None = None
+    whale_step_s: float | None = None
+    ideal_step_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Who computes what. Raises `PlanError` unless the tiles cover every layer of every sample exactly once."""
+
+    tiles: tuple[Tile, ...]
+    layer_names: tuple[str, ...]
+    micro_batches: int
+    global_batch: int
+    schedule: str
+    devices: tuple[PlannedDevice, ...]
+    left_out: tuple[str, ...] = ()
+    """Devices that the plan does not use, by kind and node."""
+    notes: tuple[str, ...] = ()
+    """What the planner wants the user to know, one sentence each."""
+    predicted: Prediction = field(default_factory=Prediction)
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.devices)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layer_names)
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Height of the rectangle: samples of a full micro-batch."""
+        return -(-self.global_batch // self.micro_batches)
+
+    @cached_property
+    def is_replicated_only(self) -> bool:
+        """True when every tile holds all layers on one rank, so that any module can run under the plan."""
+        return all(len(t.layers) == self.num_layers and len(t.shards) == 1 for t in self.tiles)
+
+    def tiles_of(self, rank: int) -> tuple[int, ...]:
+        """Indices of the tiles that `rank` holds a part of."""
+        return tuple(i for i, t in enumerate(self.tiles) if rank in t.ranks)
+
+    def micro_batches_of(self, batch_size: int) -> tuple[Interval, ...]:
+        """Samples of a batch for each micro-batch: rows fill in order, the last one may be short, none is empty."""
+        height = self.micro_batch_size
+        return tuple(Interval(a, min(a + height, batch_size)) for a in range(0, batch_size, height))
+
+    def rows(self, tile: int, micro_batch: int, batch_size: int) -> Interval:
+        """Samples of the batch (counted from its start) that `tile` computes in `micro_batch`; may be empty."""
+        samples = self.micro_batches_of(batch_size)[micro_batch]
+        return self.tiles[tile].samples.shifted(samples.start).intersect(samples)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hash of the decisions; two ranks with different fingerprints must not talk to each other."""
+        decisions = {k: self.to_dict()[k] for k in ("tiles", "layer_names", "micro_batches", "global_batch", "schedule")}
+        return hashlib.sha256(json.dumps(decisions, sort_keys=True).encode()).hexdigest()[:16]
+
+    def to_dict(self, model: ModelSpec | None = None) -> dict[str, Any]:
+        """Plain data for plan.json; with `model`, each tile also tells its derived `cuts` in whole units by dim."""
+        kinds = {d.rank: d.kind for d in self.devices}
+        tiles = []
+        for tile in self.tiles:
+            entry: dict[str, Any] = {
+                "layers": list(tile.layers),
+                "samples": list(tile.samples),
+                "shards": [{"rank": s.rank, "device": kinds[s.rank], "weight": s.weight} for s in tile.shards],
+            }
+            if model is not None and len(tile.shards) > 1:
+                entry["cuts"] = {
+                    f"{dim.name}[{dim.units}]": [len(i) for i in cut_units(dim, tile.weights)]
+                    for dim in model.split_dims(*tile.layers)
+                }
+            tiles.append(entry)
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "tiles": tiles,
+            "layer_names": list(self.layer_names),
+            "micro_batches": self.micro_batches,
+            "schedule": self.schedule,
+            "global_batch": self.global_batch,
+            "devices": [asdict(d) for d in self.devices],
+            "left_out": list(self.left_out),
+            "notes": list(self.notes),
+            "predicted": asdict(self.predicted),
+        }
+
+    def to_json(self, model: ModelSpec | None = None) -> str:
+        return json.dumps(self.to_dict(model), indent=2) + "\n"
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Plan:
+        """The plan that `to_dict` wrote. Raises `PlanError` for another schema version or a missing entry."""
+        version = data.get("schema_version")
+        if version != SCHEMA_VERSION:
+            raise PlanError(f"plan.json has schema version {version!r}, this release reads {SCHEMA_VERSION}: plan again")
+        try:
+            return cls(
+                tiles=tuple(
+                    Tile(
+                        Interval(*t["layers"]),
+                        Interval(*t["samples"]),
+                        tuple(Shard(s["rank"], s["weight"]) for s in t["shards"]),
+                    )
+                    for t in data["tiles"]
+                ),
+                layer_names=tuple(data["layer_names"]),
+                micro_batches=data["micro_batches"],
+                global_batch=data["global_batch"],
+                schedule=data["schedule"],
+                devices=tuple(PlannedDevice(**d) for d in data["devices"]),
+                left_out=tuple(data["left_out"]),
+                notes=tuple(data["notes"]),
+                predicted=Prediction(**data["predicted"]),
+            )
+        except (KeyError, TypeError) as error:
+            raise PlanError(f"plan.json is not a whole plan ({error}): plan again") from error
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        return cls.from_dict(json.loads(text))
+
+
+def _check(plan: Plan) -> None:
+    if plan.schedule not in SCHEDULES:
+        raise PlanError(f"schedule {plan.schedule!r} is not one of {', '.join(SCHEDULES)}")
+    if plan.micro_batches < 1 or plan.global_batch < plan.micro_batches:
+        raise PlanError(
+            f"a global batch of {plan.global_batch} cannot be cut into {plan.micro_batches} micro-batches: "
+            "each needs at least one sample (global_batch, strategy.micro_batches)"
+        )
+    if [d.rank for d in plan.devices] != list(range(len(plan.devices))):
+        raise PlanError("devices must be listed by rank, from 0")
+    area = 0
+    bounds = (Interval(0, plan.num_layers), Interval(0, plan.micro_batch_size))
+    for index, tile in enumerate(plan.tiles):
+        if not (len(tile.layers) and len(tile.samples) and tile.shards):
+            raise PlanError(f"tile {index} is empty ({tile})")
+        if not (bounds[0].contains(tile.layers) and bounds[1].contains(tile.samples)):
+            raise PlanError(f"tile {index} ({tile}) reaches outside {plan.num_layers} layers x {plan.micro_batch_size} samples")
+        if len(set(tile.ranks)) != len(tile.ranks) or not all(0 <= r < plan.num_ranks for r in tile.ranks):
+            raise PlanError(f"tile {index} ({tile}) needs distinct ranks from 0 to {plan.num_ranks - 1}")
+        if any(s.weight < 1 for s in tile.shards):
+            raise PlanError(f"tile {index} ({tile}) has a weight below 1")
+        for other, before in enumerate(plan.tiles[:index]):
+            if len(tile.layers.intersect(before.layers)) and len(tile.samples.intersect(before.samples)):
+                raise PlanError(f"tiles {other} ({before}) and {index} ({tile}) overlap")
+        area += len(tile.layers) * len(tile.samples)
+    if area != plan.num_layers * plan.micro_batch_size:
+        raise PlanError(
+            f"the tiles cover {area} of {plan.num_layers} layers x {plan.micro_batch_size} samples: every cell needs one tile"
+        )
