@@ -117,6 +117,8 @@ class ModelSpec:
     layers: tuple[LayerSpec, ...]
     parameters: tuple[ParameterSpec, ...]
     splits: tuple[ModuleSplit, ...] = ()
+    dropouts: tuple[tuple[str, int], ...] = ()
+    """Each `nn.Dropout` by module name, with the last dim of what it receives in the uncut model."""
     can_be_cut: bool = True
     """False for a module without `layers()`: it is one layer that can only be replicated."""
 

@@ -91,6 +91,8 @@ class Plan:
     notes: tuple[str, ...] = ()
     """What the planner wants the user to know, one sentence each."""
     predicted: Prediction = field(default_factory=Prediction)
+    model: ModelSpec | None = field(default=None, compare=False, repr=False)
+    """What the plan was made for; not a decision, so it is neither written nor part of the fingerprint."""
 
     def __post_init__(self) -> None:
         _check(self)
@@ -126,6 +128,15 @@ class Plan:
         """Samples of the batch (counted from its start) that `tile` computes in `micro_batch`; may be empty."""
         samples = self.micro_batches_of(batch_size)[micro_batch]
         return self.tiles[tile].samples.shifted(samples.start).intersect(samples)
+
+    def rows_to_read(self, rank: int, batch_size: int) -> tuple[int, ...]:
+        """Samples of the batch that `rank` reads, ascending: those of its tiles with the first or the last layer."""
+        ends = [i for i in self.tiles_of(rank) if self.tiles[i].layers.start == 0 or self.tiles[i].layers.stop == self.num_layers]
+        read: set[int] = set()
+        for micro_batch in range(len(self.micro_batches_of(batch_size))):
+            for tile in ends:
+                read.update(range(*self.rows(tile, micro_batch, batch_size)))
+        return tuple(sorted(read))
 
     @cached_property
     def fingerprint(self) -> str:

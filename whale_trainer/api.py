@@ -1,0 +1,36 @@
+"""`make_plan`: from a module, a cluster and a strategy to a plan, in a user's own script."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from whale_trainer.cluster import Cluster, load_cluster
+from whale_trainer.describe import describe
+from whale_trainer.planning.plan import Plan
+from whale_trainer.planning.planner import build_plan
+from whale_trainer.planning.strategy import StrategySpec, load_strategy
+
+
+def make_plan(
+    model: nn.Module,
+    cluster: Cluster | dict[str, Any],
+    strategy: StrategySpec | dict[str, Any],
+    *,
+    global_batch: int,
+    example: Any = None,
+    precision: str = "32-true",
+) -> Plan:
+    """The plan for training `model` on `cluster` as `strategy` says.
+
+    `cluster` and `strategy` are the sections of the YAML files, as objects or plain dicts. `example` is a batch of any size
+    (as the DataLoader makes it), from which costs are derived; a model without `layers()` can do without one. Raises
+    `ConfigError` for wrong sections, `PlanError` when no plan can do what was asked.
+    """
+    cluster = load_cluster(cluster) if isinstance(cluster, dict) else cluster
+    strategy = load_strategy(strategy) if isinstance(strategy, dict) else strategy
+    spec = describe(model, example)
+    plan = build_plan(spec, cluster, strategy, global_batch=global_batch, precision=precision)
+    return replace(plan, model=spec)

@@ -1,0 +1,180 @@
+"""Gradient sums: each segment of each parameter over the ranks that hold it, in buckets, during the backward pass.
+
+A bucket's sum starts as soon as the last backward action that adds to it is over on this rank; buckets start in one order on
+all ranks. Gradients live in the buckets' flat buffers wherever a parameter is a single contiguous segment.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from whale_trainer.planning.pieces import ParameterLayout, gradient_buckets
+from whale_trainer.runtime.mesh import Mesh
+from whale_trainer.runtime.shards import Pieces
+from whale_trainer.runtime.trace import Trace
+
+
+
+
+@dataclass
+class _Slot:
+    """A segment's place in a flat buffer. `outside` is set where the gradient is not that place itself."""
+
+    parameter: nn.Parameter
+    place: Tensor
+    outside: tuple[int, int, int] | None
+    """(dim, start, length) inside the parameter, when the segment must be copied in and out."""
+
+
+@dataclass
+class _LiveBucket:
+    flat: Tensor
+    group: dist.ProcessGroup
+    slots: list[_Slot]
+    pending: set[int] = field(default_factory=set)
+    """ids of parameters whose gradient is not final yet."""
+    work: dist.Work | None = None
+
+
+class GradientSums:
+    """The sums of one rank. Use: `begin`, then for each last backward action `expect` / `settle`, then `finish`."""
+
+    def __init__(self, layouts: tuple[ParameterLayout, ...], pieces: Pieces, mesh: Mesh, trace: Trace | None = None) -> None:
+        self._layouts = layouts
+        self._pieces = {key: p for key, p in pieces.items() if p.requires_grad}
+        self._mesh = mesh
+        self._trace = trace
+        self._buckets: list[_LiveBucket] = []
+        self._home: dict[int, Tensor] = {}
+        """Gradient storage of each parameter that is in some bucket, by id."""
+        self._in_buckets: dict[int, list[_LiveBucket]] = {}
+        self._final: set[int] = set()
+        self._next = 0
+        self._kept: list[Tensor | None] = []
+        for bucket in gradient_buckets(layouts):
+            if mesh.rank in bucket.ranks:
+                self._add(bucket)
+        self.parameters = list(self._pieces.values())
+        for parameter in self.parameters:
+            if id(parameter) in self._home:
+                parameter.register_post_accumulate_grad_hook(self._on_gradient)
+
+    def _add(self, bucket: object) -> None:
+        rank = self._mesh.rank
+        entries = []
+        for entry in bucket.entries:  # type: ignore[attr-defined]
+            layout = self._layouts[entry.parameter]
+            index = layout.piece_of(rank, entry.segment.interval)
+            parameter = self._pieces[layout.parameter.name, index]
+            piece = layout.pieces(rank)[index]
+            whole = piece == entry.segment.interval
+            start = entry.segment.interval.start - piece.start
+            length = len(entry.segment.interval)
+            shape = list(parameter.shape)
+            if not whole:
+                shape[layout.dim] = length
+            entries.append((parameter, torch.Size(shape), None if whole else (layout.dim, start, length)))
+        sizes = [shape.numel() for _, shape, _ in entries]
+        flat = torch.zeros(sum(sizes), dtype=entries[0][0].dtype, device=entries[0][0].device)
+        live = _LiveBucket(flat, self._mesh.group(bucket.ranks), [])  # type: ignore[attr-defined]
+        for (parameter, shape, outside), part in zip(entries, flat.split(sizes), strict=True):
+            place = part.view(shape)
+            live.slots.append(_Slot(parameter, place, outside))
+            self._home[id(parameter)] = place if outside is None else self._home.get(id(parameter), torch.zeros_like(parameter))
+            self._in_buckets.setdefault(id(parameter), []).append(live)
+        self._buckets.append(live)
+
+    def begin(self) -> None:
+        """Clear all gradients for a new step."""
+        self._next = 0
+        self._final.clear()
+        for bucket in self._buckets:
+            bucket.flat.zero_()
+            bucket.pending = {id(slot.parameter) for slot in bucket.slots}
+            bucket.work = None
+        for parameter in self.parameters:
+            home = self._home.get(id(parameter))
+            parameter.grad = home
+            if home is not None and self._is_outside(parameter):
+                home.zero_()
+
+    def _is_outside(self, parameter: nn.Parameter) -> bool:
+        return any(s.outside is not None for b in self._in_buckets[id(parameter)] for s in b.slots if s.parameter is parameter)
+
+    def expect(self, parameters: Iterable[nn.Parameter]) -> None:
+        """The backward action that starts now is the last to add to these parameters on this rank."""
+        self._final = {id(p) for p in parameters}
+
+    def settle(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Nothing more comes for these parameters, whether or not a gradient did."""
+        for parameter in parameters:
+            self._close(parameter)
+        self._final.clear()
+
+    def _on_gradient(self, parameter: Tensor) -> None:
+        if id(parameter) in self._final:
+            self._close(parameter)
+
+    def _close(self, parameter: Tensor) -> None:
+        for bucket in self._in_buckets.get(id(parameter), ()):
+            bucket.pending.discard(id(parameter))
+        while self._next < len(self._buckets) and not self._buckets[self._next].pending:
+            self._start(self._buckets[self._next])
+            self._next += 1
+
+    def _start(self, bucket: _LiveBucket) -> None:
+        for slot in bucket.slots:
+            if slot.outside is not None:
+                slot.place.copy_(self._home[id(slot.parameter)].narrow(*slot.outside))
+        if self._trace is not None:
+            now = time.perf_counter()
+            self._trace.add(f"SUM{self._buckets.index(bucket)}", now, now)
+        bucket.work = dist.all_reduce(bucket.flat, group=bucket.group, async_op=True)
+
+    def finish(self) -> None:
+        """Start what is left, wait for every sum, and leave the sums in the parameters' gradients."""
+        self.settle(self.parameters)
+        for bucket in self._buckets:
+            assert bucket.work is not None
+            bucket.work.wait()
+            for slot in bucket.slots:
+                if slot.outside is not None:
+                    self._home[id(slot.parameter)].narrow(*slot.outside).copy_(slot.place)
+
+    def gradients(self) -> list[Tensor]:
+        """The gradients there are, each tensor once."""
+        return [p.grad for p in self.parameters if p.grad is not None]
+
+    def keep(self) -> None:
+        """Remember the gradients: Lightning's closure clears them between the training step and the backward call."""
+        self._kept = [p.grad for p in self.parameters]
+
+    def restore(self) -> None:
+        """Give the gradients that `keep` remembered back to the parameters."""
+        for parameter, grad in zip(self.parameters, self._kept, strict=True):
+            parameter.grad = grad
+
+    def owned_square_sum(self) -> Tensor:
+        """float64 sum of squares of the gradient segments that this rank owns; over all ranks, of every element once."""
+        wholes: list[Tensor] = []
+        for layout in self._layouts:
+            for index, piece in enumerate(layout.pieces(self._mesh.rank)):
+                parameter = self._pieces.get((layout.parameter.name, index))
+                if parameter is None or parameter.grad is None:
+                    continue
+                owned = [s.interval for s in layout.segments if piece.contains(s.interval) and s.owner == self._mesh.rank]
+                if sum(map(len, owned)) == len(piece):
+                    wholes.append(parameter.grad)
+                else:
+                    grad = parameter.grad
+                    wholes += [grad.narrow(layout.dim, i.start - piece.start, len(i)) for i in owned]
+        if not wholes:
+            return torch.zeros((), dtype=torch.float64, device=self._mesh.device)
+        norms = torch.stack(torch._foreach_norm(wholes)).double()  # type: ignore[arg-type]
+        return norms.square().sum()

@@ -1,0 +1,318 @@
+"""`WhaleStrategy`: Lightning's hooks around a plan. It decides nothing; the plan does.
+
+Lightning's closure runs training_step, then zero_grad, then backward. A plan interleaves forward and backward actions, so the
+whole schedule runs inside `training_step`; the gradients it leaves are kept by the runner while zero_grad clears the
+parameters' references, and `backward` hands them back. They are then already those of the global mean loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+import torch.distributed as dist
+from lightning_fabric.plugins import ClusterEnvironment
+from pytorch_lightning.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from pytorch_lightning.strategies.parallel import ParallelStrategy
+from pytorch_lightning.trainer.states import TrainerFn
+from pytorch_lightning.utilities.types import STEP_OUTPUT
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from whale_trainer.checkpoint import CheckpointReader, read_checkpoint, remove_checkpoint
+from whale_trainer.data import RankBatch, slice_loader
+from whale_trainer.errors import RankError
+from whale_trainer.lightning_checks import check_module, check_optimizers, check_trainer
+from whale_trainer.lightning_plugins import PlanEnvironment, PlanPrecision
+from whale_trainer.planning.plan import Plan
+from whale_trainer.runtime.engine import Engine, StepResult
+from whale_trainer.runtime.replica import ReplicaRunner
+from whale_trainer.runtime.trace import Trace
+from whale_trainer.snapshot import load_optimizers, load_weights, save_snapshot
+
+
+class WhaleStrategy(ParallelStrategy):
+    """Trains under `plan`. A plan from `make_plan` knows its model; one read from JSON needs a plan that only replicates.
+
+    `precision` is one of 32-true, 64-true, bf16-mixed, 16-mixed (None: what the Trainer says).
+    """
+
+    strategy_name = "whale"
+
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        seed: int = 0,
+        precision: str | None = None,
+        timeout_s: float = 300.0,
+        device: torch.device | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        trace: Trace | None = None,
+    ) -> None:
+        if cluster_environment is None and dist.is_initialized():
+            rank = dist.get_rank()
+            cluster_environment = PlanEnvironment(rank, dist.get_world_size(), rank)
+        elif cluster_environment is None and plan.num_ranks == 1:
+            cluster_environment = PlanEnvironment(0, 1, 0)
+        self._precision = precision
+        super().__init__(cluster_environment=cluster_environment)
+        self.plan = plan
+        self.seed = seed
+        self.last_step = StepResult(0.0, 0.0, 0.0)
+        """What the last training step found."""
+        self._timeout = timedelta(seconds=timeout_s)
+        self._device = device
+        self._trace = trace
+        self._runner: Engine | ReplicaRunner | None = None
+        self._reader: CheckpointReader | None = None
+
+    # --- processes ---------------------------------------------------------------------------------------------------
+
+    @property
+    def runner(self) -> Engine | ReplicaRunner:
+        """This rank's side of the plan; there once the trainer has set up."""
+        if self._runner is None:
+            raise RuntimeError("the strategy was asked for its runner before the trainer set it up")
+        return self._runner
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        if self._device is not None:
+            return self._device
+        devices = self.parallel_devices or [torch.device("cpu")]
+        return devices[self.local_rank] if devices[0].type == "cuda" else devices[0]
+
+    @override
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        if not self.cluster_environment.creates_processes_externally:
+            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.plan.num_ranks, 1)
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        environment = self.cluster_environment
+        assert environment is not None
+        if self.plan.num_ranks == 1 or dist.is_initialized():
+            return
+        if not environment.creates_processes_externally:
+            environment.set_world_size(self.plan.num_ranks)
+            environment.set_global_rank(environment.local_rank())
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if self.root_device.type == "cuda" else "gloo",
+            init_method=f"tcp://{environment.main_address}:{environment.main_port}",
+            rank=environment.global_rank(),
+            world_size=environment.world_size(),
+            timeout=self._timeout,
+        )
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        raise RankError("a plan slices global batches itself: give plain DataLoaders without a distributed sampler")
+
+    @override
+    def model_to_device(self) -> None:
+        assert self.lightning_module is not None
+        self.lightning_module.to(self.root_device)
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        if self.plan.num_ranks > 1 and dist.is_initialized():
+            dist.barrier()
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        if self.plan.num_ranks == 1 or not dist.is_initialized():
+            return obj
+        box = [obj]
+        dist.broadcast_object_list(box, src=src)
+        return box[0]
+
+    @override
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Sum or mean over ranks. What a step logs has been averaged by samples before it gets here."""
+        if not isinstance(tensor, Tensor) or self.plan.num_ranks == 1:
+            return tensor
+        total = tensor.detach().clone()
+        dist.all_reduce(total)
+        is_mean = reduce_op is None or str(reduce_op).lower() in ("mean", "avg")
+        return total / self.plan.num_ranks if is_mean else total
+
+    # --- precision ---------------------------------------------------------------------------------------------------
+
+    @property  # type: ignore[override]
+    def precision_plugin(self) -> PlanPrecision:
+        return PlanPrecision(self, self._precision or "32-true")
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Any) -> None:
+        if plugin is not None and self._precision is None:
+            self._precision = str(plugin.precision)
+
+    # --- set-up ------------------------------------------------------------------------------------------------------
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        assert self.accelerator is not None
+        assert self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        check_trainer(trainer)
+        check_module(self.lightning_module, self.plan)
+        if self._runner is None:
+            self._runner = self._make_runner(self.lightning_module)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+            check_optimizers(self.optimizers, self.plan)
+
+    def _make_runner(self, module: pl.LightningModule) -> Engine | ReplicaRunner:
+        precision = self._precision or "32-true"
+        model = plan_model(module, self.plan)
+        if model is None:
+            return ReplicaRunner(self.plan, module, rank=self.global_rank, device=self.root_device, precision=precision)
+        if self.plan.model is None:
+            raise RankError("this plan does not know its model: make it with make_plan(model, cluster, strategy, ...)")
+        engine = Engine(
+            self.plan,
+            self.plan.model,
+            model,
+            rank=self.global_rank,
+            device=self.root_device,
+            seed=self.seed,
+            precision=precision,
+            trace=self._trace,
+        )
+        self.model_to_device()
+        return engine
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        trainer = self.lightning_module.trainer  # type: ignore[union-attr]
+        return slice_loader(dataloader, self.plan, self.global_rank, training=trainer.training, seed=self.seed)
+
+    @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """Move this rank's samples; the module's own transfer hooks see its samples, not our bookkeeping."""
+        if batch.samples is None:
+            return batch
+        samples = super().batch_to_device(batch.samples, device, dataloader_idx)
+        return RankBatch(samples, batch.rows, batch.size)
+
+    # --- steps -------------------------------------------------------------------------------------------------------
+
+    @override
+    def training_step(self, batch: RankBatch, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        assert self.lightning_module is not None
+        if isinstance(self.runner, Engine):
+            self.last_step = self.runner.train_step(batch, self.lightning_module.trainer.global_step)
+        else:
+            self.last_step = self.runner.train_step(self.lightning_module.training_step, batch, *args, **kwargs)
+            self._log_averages(self.runner)
+        self.runner.sums.keep()
+        return torch.tensor(self.last_step.loss, dtype=torch.float64)
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        assert self.lightning_module is not None
+        self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
+        self.runner.sums.restore()
+        return self.precision_plugin.post_backward(closure_loss, self.lightning_module)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        return self._evaluate("validation_step", *args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        return self._evaluate("test_step", *args, **kwargs)
+
+    def _evaluate(self, name: str, batch: RankBatch, *args: Any, **kwargs: Any) -> Any:
+        """(loss sum, count) over all ranks; None for an unmodified module, which logs for itself."""
+        if isinstance(self.runner, Engine):
+            return self.runner.evaluate(batch)
+        self.runner.evaluate_step(getattr(self.lightning_module, name), batch, *args, **kwargs)
+        self._log_averages(self.runner)
+        return None
+
+    @override
+    def predict_step(self, batch: RankBatch, *args: Any, **kwargs: Any) -> Any:
+        assert self.lightning_module is not None
+        if isinstance(self.runner, Engine):
+            return self.runner.predict(batch)
+        return self.runner.predict_step(self.lightning_module.predict_step, batch, *args, **kwargs)
+
+    def _log_averages(self, runner: ReplicaRunner) -> None:
+        """Log what the module's step logged, averaged by samples, in the same order on all ranks."""
+        assert self.lightning_module is not None
+        for name, (value, options) in runner.logged.items():
+            self.lightning_module.log(name, value, batch_size=runner.logged_samples, **options)
+
+    # --- checkpoints -------------------------------------------------------------------------------------------------
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        return {}  # the snapshot takes each rank's pieces itself
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
+        return {}
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        save_snapshot(Path(filepath), checkpoint, self.runner, self.optimizers, self.plan.num_ranks, self.barrier)
+
+    @override
+    def remove_checkpoint(self, filepath: Any) -> None:
+        if self.is_global_zero:
+            remove_checkpoint(filepath)
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        self._reader = read_checkpoint(checkpoint_path)
+        return dict(self._reader.state)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
+        assert self._reader is not None
+        load_weights(self._reader, self.runner)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+        assert self._reader is not None
+        load_optimizers(self._reader, self.runner, self.optimizers)
+
+    @override
+    def teardown(self) -> None:
+        if self._reader is not None:
+            self._reader.close()
+        super().teardown()
+
+
+def plan_model(module: pl.LightningModule, plan: Plan) -> nn.Module | None:
+    """The layered model that the plan runs, or None where the module's own training_step runs.
+
+    A module offers it as `plan_model`, or is one itself: with `layers()` and `loss(output, batch)`.
+    """
+    offered: Callable[..., Any] | nn.Module | None = getattr(module, "plan_model", None)
+    if isinstance(offered, nn.Module):
+        return offered
+    if plan.is_replicated_only:
+        return None
+    if hasattr(module, "layers") and hasattr(module, "loss"):
+        return module
+    raise RankError(
+        "this plan cuts the model, but the LightningModule does not say where: give it layers() and loss(output, batch), or "
+        "wrap a plain model with whale_trainer.TrainingModule, or use strategy=replicate"
+    )
