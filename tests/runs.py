@@ -1,7 +1,7 @@
 """Training a few steps under a plan inside the pool's ranks, and what to compare with one process.
 
-A `Case` is plain data, so that it can be sent to the ranks; `run_case` gives losses, gradients of the first step, weights
-after the last one, all put together from the ranks' pieces.
+A `Case` is plain data, so that it can be sent to the ranks; `run_case` gives losses, gradients of the first step,
+weights after the last one, all put together from the ranks' pieces.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-
 from whale_trainer.data import RankBatch
 from whale_trainer.describe import describe
 from whale_trainer.models.gpt import GPT
+
 from whale_trainer.planning.plan import Plan, PlannedDevice, Shard, Tile
 from whale_trainer.planning.shares import Interval
 from whale_trainer.runtime.engine import Engine
@@ -52,14 +52,18 @@ def make_plan(tiles: Sequence[Tile], *, micro_batches: int, global_batch: int, s
 
 def single(plan: Plan) -> Plan:
     """The same batches on one device, in one micro-batch."""
-    return make_plan([tile((0, plan.num_layers), (0, plan.global_batch), 0)], micro_batches=1, global_batch=plan.global_batch)
+    return make_plan(
+        [tile((0, plan.num_layers), (0, plan.global_batch), 0)], micro_batches=1, global_batch=plan.global_batch
+    )
 
 
 def gpt(**arguments: Any) -> nn.Module:
     return GPT(**{**GPT_ARGUMENTS, **arguments})
 
 
-def token_batch(size: int, step: int, *, vocab_size: int = 11, context: int = 5, masked: bool = True) -> dict[str, Tensor]:
+def token_batch(
+    size: int, step: int, *, vocab_size: int = 11, context: int = 5, masked: bool = True
+) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(1000 + step)
     tokens = torch.randint(vocab_size, (size, context + 1), generator=generator)
     targets = tokens[:, 1:].clone()

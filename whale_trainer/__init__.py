@@ -27,7 +27,7 @@ _EXPORTS = {
 }
 """Public names and their modules; loaded when asked for, so that planning loads neither torch nor Lightning."""
 
-__all__ = sorted(_EXPORTS)  # noqa: PLE0605
+__all__ = sorted(_EXPORTS)
 
 
 def __getattr__(name: str) -> Any:

@@ -25,9 +25,9 @@ def make_plan(
 ) -> Plan:
     """The plan for training `model` on `cluster` as `strategy` says.
 
-    `cluster` and `strategy` are the sections of the YAML files, as objects or plain dicts. `example` is a batch of any size
-    (as the DataLoader makes it), from which costs are derived; a model without `layers()` can do without one. Raises
-    `ConfigError` for wrong sections, `PlanError` when no plan can do what was asked.
+    `cluster` and `strategy` are the sections of the YAML files, as objects or plain dicts. `example` is a batch of
+    any size (as the DataLoader makes it), from which costs are derived; a model without `layers()` can do without one.
+    Raises `ConfigError` for wrong sections, `PlanError` when no plan can do what was asked.
     """
     cluster = load_cluster(cluster) if isinstance(cluster, dict) else cluster
     strategy = load_strategy(strategy) if isinstance(strategy, dict) else strategy

@@ -44,7 +44,7 @@ def check_module(module: pl.LightningModule, plan: Plan) -> None:
         problems += [
             Problem(
                 f"model.{name}",
-                "BatchNorm sees one micro-batch of one rank only; use GroupNorm or LayerNorm, or a plan of one rank and one "
+                "BatchNorm sees one micro-batch of one rank only; use GroupNorm or LayerNorm, or one rank and one "
                 "micro-batch (strategy=single strategy.micro_batches=1)",
             )
             for name in unsynchronised_norms(module)
@@ -56,7 +56,9 @@ def check_module(module: pl.LightningModule, plan: Plan) -> None:
 def check_optimizers(optimizers: list[Optimizer], plan: Plan) -> None:
     """Raise `ConfigError` for several optimizers, or for one that mixes elements where the plan cuts tensors."""
     if len(optimizers) > 1:
-        raise ConfigError([Problem("optimizer", f"{len(optimizers)} optimizers: a plan trains with one; use parameter groups")])
+        raise ConfigError(
+            [Problem("optimizer", f"{len(optimizers)} optimizers: a plan trains with one; use parameter groups")]
+        )
     if all(len(t.shards) == 1 for t in plan.tiles):
         return
     for optimizer in optimizers:

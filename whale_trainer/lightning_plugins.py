@@ -1,4 +1,4 @@
-"""What Lightning asks a strategy for besides its hooks: a cluster environment and a precision plugin that fit a plan."""
+"""What Lightning asks a strategy for besides its hooks: an environment and a precision plugin that fit a plan."""
 
 from __future__ import annotations
 

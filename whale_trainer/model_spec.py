@@ -1,7 +1,7 @@
 """What the planner knows of a model: sizes, costs and the dims that may be cut. Plain numbers, no torch.
 
-`describe` makes a `ModelSpec` from an `nn.Module` on the meta device; the planner reads costs from it, the runtime reads
-which parameters exist, which layers use them and how each may be cut.
+`describe` makes a `ModelSpec` from an `nn.Module` on the meta device; the planner reads costs from it, the runtime
+reads which parameters exist, which layers use them and how each may be cut.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class ParameterSpec:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """Costs of one layer for one sample. The backward pass is taken as twice the forward pass where it trains weights."""
+    """Costs of one layer for one sample. The backward pass costs twice the forward pass."""
 
     name: str
     forward_flops: float

@@ -31,11 +31,18 @@ class Runner(Protocol):
 
 
 def save_snapshot(
-    path: Path, state: dict[str, Any], runner: Runner, optimizers: list[Optimizer], world_size: int, barrier: Callable[[], object]
+    path: Path,
+    state: dict[str, Any],
+    runner: Runner,
+    optimizers: list[Optimizer],
+    world_size: int,
+    barrier: Callable[[], object],
 ) -> None:
     """Write a checkpoint; every rank calls this. Raises `CheckpointError`."""
     buffers = _buffers(runner)
-    shapes = {x.parameter.name: x.parameter.shape for x in runner.layouts} | {n: tuple(b.shape) for n, b in buffers.items()}
+    shapes = {x.parameter.name: x.parameter.shape for x in runner.layouts} | {
+        n: tuple(b.shape) for n, b in buffers.items()
+    }
     pieces = [*_model_pieces(runner), *_optimizer_pieces(runner, optimizers)]
     if runner.rank == 0:
         pieces += [Piece(name, buffer) for name, buffer in buffers.items()]
@@ -55,7 +62,9 @@ def save_snapshot(
 def load_weights(reader: CheckpointReader, runner: Runner) -> None:
     """Fill this rank's parameters and buffers. Raises `CheckpointError` when the checkpoint is of another model."""
     buffers = _buffers(runner)
-    shapes = {x.parameter.name: x.parameter.shape for x in runner.layouts} | {n: tuple(b.shape) for n, b in buffers.items()}
+    shapes = {x.parameter.name: x.parameter.shape for x in runner.layouts} | {
+        n: tuple(b.shape) for n, b in buffers.items()
+    }
     reader.check_matches(shapes)
     with torch.no_grad():
         for layout, piece, parameter in _held(runner):
@@ -79,7 +88,9 @@ def load_optimizers(reader: CheckpointReader, runner: Runner, optimizers: list[O
                     is_like = reader.shape(name, key) == layout.parameter.shape
                     cut = _cut(layout, piece) if is_like else None
                     device = parameter.device if is_like and parameter.dim() else "cpu"
-                    optimizer.state[parameter][key.removeprefix(OPTIMIZER)] = reader.read(name, cut, key=key, device=device)
+                    optimizer.state[parameter][key.removeprefix(OPTIMIZER)] = reader.read(
+                        name, cut, key=key, device=device
+                    )
 
 
 def _held(runner: Runner) -> Iterator[tuple[ParameterLayout, Interval, nn.Parameter]]:

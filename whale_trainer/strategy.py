@@ -1,8 +1,9 @@
 """`WhaleStrategy`: Lightning's hooks around a plan. It decides nothing; the plan does.
 
-Lightning's closure runs training_step, then zero_grad, then backward. A plan interleaves forward and backward actions, so the
-whole schedule runs inside `training_step`; the gradients it leaves are kept by the runner while zero_grad clears the
-parameters' references, and `backward` hands them back. They are then already those of the global mean loss.
+Lightning's closure runs training_step, then zero_grad, then backward. A plan interleaves forward and backward
+actions, so the whole schedule runs inside `training_step`; the gradients it leaves are kept by the runner while
+zero_grad clears the parameters' references, and `backward` hands them back. They are then already those of the global
+mean loss.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from whale_trainer.snapshot import load_optimizers, load_weights, save_snapshot
 
 
 class WhaleStrategy(ParallelStrategy):
-    """Trains under `plan`. A plan from `make_plan` knows its model; one read from JSON needs a plan that only replicates.
+    """Trains under `plan`. A plan from `make_plan` knows its model; one from JSON must only replicate.
 
     `precision` is one of 32-true, 64-true, bf16-mixed, 16-mixed (None: what the Trainer says).
     """
@@ -313,6 +314,6 @@ def plan_model(module: pl.LightningModule, plan: Plan) -> nn.Module | None:
     if hasattr(module, "layers") and hasattr(module, "loss"):
         return module
     raise RankError(
-        "this plan cuts the model, but the LightningModule does not say where: give it layers() and loss(output, batch), or "
-        "wrap a plain model with whale_trainer.TrainingModule, or use strategy=replicate"
+        "this plan cuts the model, but the LightningModule does not say where: give it layers() and loss(output, "
+        "batch), or wrap a plain model with whale_trainer.TrainingModule, or use strategy=replicate"
     )

@@ -1,7 +1,8 @@
 """Which part of each parameter every rank holds, and over which ranks each part's gradient is summed.
 
-One rule covers data parallelism, unequal tensor shards, another split degree in each replica and tied weights: take the cut
-points of all holders of a logical parameter; each segment between two cut points is summed over the ranks that hold it.
+One rule covers data parallelism, unequal tensor shards, another split degree in each replica and tied weights: take
+the cut points of all holders of a logical parameter; each segment between two cut points is summed over the ranks that
+hold it.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class ParameterLayout:
-    """Where one logical parameter lives under a plan. Intervals run along `dim`; an uncut parameter has one interval."""
+    """Where one logical parameter lives under a plan. Intervals run along `dim`; an uncut one has one."""
 
     parameter: ParameterSpec
     uses: tuple[Use, ...]

@@ -1,7 +1,7 @@
 """The plan: a tiling of layers x samples, each tile held by one rank or split over several.
 
-Holds decisions only (intervals, ranks, weights, schedule) and derives the rest. A plan is checked when it is made, can be
-written as JSON and read back, and has a fingerprint that ranks compare before the first collective.
+Holds decisions only (intervals, ranks, weights, schedule) and derives the rest. A plan is checked when it is made,
+can be written as JSON and read back, and has a fingerprint that ranks compare before the first collective.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class Tile:
     def __str__(self) -> str:
         cut = "" if len(self.shards) == 1 else " shards " + ":".join(map(str, self.weights))
         ranks = ",".join(map(str, self.ranks))
-        return f"layers {self.layers.start}-{self.layers.stop}, samples {self.samples.start}-{self.samples.stop}, rank {ranks}{cut}"
+        layers, samples = self.layers, self.samples
+        return f"layers {layers.start}-{layers.stop}, samples {samples.start}-{samples.stop}, rank {ranks}{cut}"
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,11 @@ class Plan:
 
     def rows_to_read(self, rank: int, batch_size: int) -> tuple[int, ...]:
         """Samples of the batch that `rank` reads, ascending: those of its tiles with the first or the last layer."""
-        ends = [i for i in self.tiles_of(rank) if self.tiles[i].layers.start == 0 or self.tiles[i].layers.stop == self.num_layers]
+        ends = [
+            i
+            for i in self.tiles_of(rank)
+            if self.tiles[i].layers.start == 0 or self.tiles[i].layers.stop == self.num_layers
+        ]
         read: set[int] = set()
         for micro_batch in range(len(self.micro_batches_of(batch_size))):
             for tile in ends:
@@ -141,7 +146,9 @@ class Plan:
     @cached_property
     def fingerprint(self) -> str:
         """Hash of the decisions; two ranks with different fingerprints must not talk to each other."""
-        decisions = {k: self.to_dict()[k] for k in ("tiles", "layer_names", "micro_batches", "global_batch", "schedule")}
+        decisions = {
+            k: self.to_dict()[k] for k in ("tiles", "layer_names", "micro_batches", "global_batch", "schedule")
+        }
         return hashlib.sha256(json.dumps(decisions, sort_keys=True).encode()).hexdigest()[:16]
 
     def to_dict(self, model: ModelSpec | None = None) -> dict[str, Any]:
@@ -181,7 +188,9 @@ class Plan:
         """The plan that `to_dict` wrote. Raises `PlanError` for another schema version or a missing entry."""
         version = data.get("schema_version")
         if version != SCHEMA_VERSION:
-            raise PlanError(f"plan.json has schema version {version!r}, this release reads {SCHEMA_VERSION}: plan again")
+            raise PlanError(
+                f"plan.json has schema version {version!r}, this release reads {SCHEMA_VERSION}: plan again"
+            )
         try:
             return cls(
                 tiles=tuple(
@@ -225,7 +234,9 @@ def _check(plan: Plan) -> None:
         if not (len(tile.layers) and len(tile.samples) and tile.shards):
             raise PlanError(f"tile {index} is empty ({tile})")
         if not (bounds[0].contains(tile.layers) and bounds[1].contains(tile.samples)):
-            raise PlanError(f"tile {index} ({tile}) reaches outside {plan.num_layers} layers x {plan.micro_batch_size} samples")
+            raise PlanError(
+                f"tile {index} ({tile}) reaches outside {plan.num_layers} layers x {plan.micro_batch_size} samples"
+            )
         if len(set(tile.ranks)) != len(tile.ranks) or not all(0 <= r < plan.num_ranks for r in tile.ranks):
             raise PlanError(f"tile {index} ({tile}) needs distinct ranks from 0 to {plan.num_ranks - 1}")
         if any(s.weight < 1 for s in tile.shards):
@@ -236,5 +247,6 @@ def _check(plan: Plan) -> None:
         area += len(tile.layers) * len(tile.samples)
     if area != plan.num_layers * plan.micro_batch_size:
         raise PlanError(
-            f"the tiles cover {area} of {plan.num_layers} layers x {plan.micro_batch_size} samples: every cell needs one tile"
+            f"the tiles cover {area} of {plan.num_layers} layers x {plan.micro_batch_size} samples: "
+            "every cell needs one tile"
         )

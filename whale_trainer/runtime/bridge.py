@@ -1,7 +1,8 @@
 """Messages between tiles: what crosses a bridge, in which buffers, over which channel.
 
-A boundary is a tensor or a dict of tensors (None allowed), batch first. Its layout is told once, before the first message
-of a bridge; afterwards only tensor data travels. Messages of one channel keep their order, so they need no tags.
+A boundary is a tensor or a dict of tensors (None allowed), batch first. Its layout is told once, before the first
+message of a bridge; afterwards only tensor data travels. Messages of one channel keep their order, so they need no
+tags.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class Layout:
 
     def allocate(self, rows: int, device: torch.device) -> list[Tensor | None]:
         return [
-            None if e is None else torch.empty(rows, *e[1], dtype=getattr(torch, e[0]), device=device) for e in self.entries
+            None if e is None else torch.empty(rows, *e[1], dtype=getattr(torch, e[0]), device=device)
+            for e in self.entries
         ]
 
     def pack(self, tensors: list[Tensor | None]) -> Boundary:

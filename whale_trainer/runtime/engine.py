@@ -1,9 +1,9 @@
 """One rank's side of a plan: its part of the model, its schedule, its gradient sums.
 
-    engine = Engine(plan, spec, model, rank=rank, device=device, seed=seed)
-    optimizer = AdamW(model.parameters())       # the model now holds this rank's pieces, under their own names
-    result = engine.train_step(batch, step)     # afterwards every parameter has the gradient of the global mean loss
-    optimizer.step()
+engine = Engine(plan, spec, model, rank=rank, device=device, seed=seed)
+optimizer = AdamW(model.parameters())       # the model now holds this rank's pieces, under their own names
+result = engine.train_step(batch, step)     # afterwards every parameter has the gradient of the global mean loss
+optimizer.step()
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class StepResult:
 class Engine:
     """Cuts `model` to this rank's part, in place, and runs the plan's steps on it.
 
-    All ranks must make their engine from equal models (same class, same seed) at the same time: process groups are made.
-    `model` may stand inside a larger module; `seed` feeds the plan-free dropout.
+    All ranks must make their engine from equal models (same class, same seed) at the same time: process groups are
+    made. `model` may stand inside a larger module; `seed` feeds the plan-free dropout.
     """
 
     def __init__(
@@ -95,7 +95,16 @@ class Engine:
         self.tiles = {i: builder.bind(i, self.pieces, self._group(i)) for i in plan.tiles_of(rank)}
         self.sums = GradientSums(self.layouts, self.pieces, self.mesh, trace)
         self._executor = Executor(
-            plan, rank, model, self.tiles, Bridges(self.mesh), self.sums, self.dropout, self.precision, self.device, trace
+            plan,
+            rank,
+            model,
+            self.tiles,
+            Bridges(self.mesh),
+            self.sums,
+            self.dropout,
+            self.precision,
+            self.device,
+            trace,
         )
         self._program = lru_cache(maxsize=32)(self._make_program)
 
@@ -162,7 +171,7 @@ class Engine:
 
     @torch.no_grad()
     def predict(self, batch: Any) -> Tensor:
-        """The last layer's output for every sample of the batch, in order, on all ranks. The output must be a tensor."""
+        """The last layer's output (a tensor) for every sample of the batch, in order, on all ranks."""
         run = self._forward_only(batch, keep_results=True)
         parts: list[Tensor] = []
         order = sorted(

@@ -1,7 +1,7 @@
 """Runs a rank's list of instructions: a dispatch table and the memory of what is in flight. Decides nothing.
 
-The instructions come from `planning.lowering`; the replay that proves them free of deadlock has the same meaning for each:
-a receive is posted and does not wait, a compute waits for its inputs, a send does not wait.
+The instructions come from `planning.lowering`; the replay that proves them free of deadlock has the same meaning for
+each: a receive is posted and does not wait, a compute waits for its inputs, a send does not wait.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from whale_trainer.runtime.trace import Trace
 
 
 def slice_samples(samples: Any, rows: tuple[int, ...], wanted: Interval) -> Any:
-    """The part of a rank's batch that holds the samples `wanted` of the global batch; `rows` are those it has, ascending.
+    """The samples `wanted` of the global batch, from a rank's batch that holds the samples `rows`, ascending.
 
     Tensors and lists with one entry per sample are cut along their first dim; everything else is passed as it is.
     """
@@ -224,7 +224,9 @@ class Executor:
         if run.training:
             run.saved[action.tile, action.micro_batch] = (inputs, outputs)
 
-    def _bring_in(self, action: Action, messages: tuple[Message, ...], run: _Run) -> tuple[Boundary, list[Tensor | None]]:
+    def _bring_in(
+        self, action: Action, messages: tuple[Message, ...], run: _Run
+    ) -> tuple[Boundary, list[Tensor | None]]:
         tensors = self._collect(action, messages, run)
         layout = self._layout(messages[0], run)
         assert layout is not None
@@ -261,7 +263,9 @@ class Executor:
         self._sums.settle(finals)
         for message in instruction.outputs:
             part = self._part(action.tile, message, run)
-            tensors = [None if t is None else (t.new_zeros(t.shape) if t.grad is None else t.grad)[part] for t in inputs]
+            tensors = [
+                None if t is None else (t.new_zeros(t.shape) if t.grad is None else t.grad)[part] for t in inputs
+            ]
             if message.source_rank == message.target_rank:
                 run.local[message] = list(tensors)
             else:

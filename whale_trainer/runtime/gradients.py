@@ -1,7 +1,7 @@
 """Gradient sums: each segment of each parameter over the ranks that hold it, in buckets, during the backward pass.
 
-A bucket's sum starts as soon as the last backward action that adds to it is over on this rank; buckets start in one order on
-all ranks. Gradients live in the buckets' flat buffers wherever a parameter is a single contiguous segment.
+A bucket's sum starts as soon as the last backward action that adds to it is over on this rank; buckets start in one
+order on all ranks. Gradients live in the buckets' flat buffers wherever a parameter is a single contiguous segment.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ from whale_trainer.planning.pieces import ParameterLayout, gradient_buckets
 from whale_trainer.runtime.mesh import Mesh
 from whale_trainer.runtime.shards import Pieces
 from whale_trainer.runtime.trace import Trace
-
-
 
 
 @dataclass
@@ -45,7 +43,9 @@ class _LiveBucket:
 class GradientSums:
     """The sums of one rank. Use: `begin`, then for each last backward action `expect` / `settle`, then `finish`."""
 
-    def __init__(self, layouts: tuple[ParameterLayout, ...], pieces: Pieces, mesh: Mesh, trace: Trace | None = None) -> None:
+    def __init__(
+        self, layouts: tuple[ParameterLayout, ...], pieces: Pieces, mesh: Mesh, trace: Trace | None = None
+    ) -> None:
         self._layouts = layouts
         self._pieces = {key: p for key, p in pieces.items() if p.requires_grad}
         self._mesh = mesh
@@ -86,7 +86,9 @@ class GradientSums:
         for (parameter, shape, outside), part in zip(entries, flat.split(sizes), strict=True):
             place = part.view(shape)
             live.slots.append(_Slot(parameter, place, outside))
-            self._home[id(parameter)] = place if outside is None else self._home.get(id(parameter), torch.zeros_like(parameter))
+            self._home[id(parameter)] = (
+                place if outside is None else self._home.get(id(parameter), torch.zeros_like(parameter))
+            )
             self._in_buckets.setdefault(id(parameter), []).append(live)
         self._buckets.append(live)
 
@@ -105,7 +107,9 @@ class GradientSums:
                 home.zero_()
 
     def _is_outside(self, parameter: nn.Parameter) -> bool:
-        return any(s.outside is not None for b in self._in_buckets[id(parameter)] for s in b.slots if s.parameter is parameter)
+        return any(
+            s.outside is not None for b in self._in_buckets[id(parameter)] for s in b.slots if s.parameter is parameter
+        )
 
     def expect(self, parameters: Iterable[nn.Parameter]) -> None:
         """The backward action that starts now is the last to add to these parameters on this rank."""
@@ -161,14 +165,16 @@ class GradientSums:
             parameter.grad = grad
 
     def owned_square_sum(self) -> Tensor:
-        """float64 sum of squares of the gradient segments that this rank owns; over all ranks, of every element once."""
+        """float64 sum of squares of the gradients that this rank owns; over all ranks, every element counts once."""
         wholes: list[Tensor] = []
         for layout in self._layouts:
             for index, piece in enumerate(layout.pieces(self._mesh.rank)):
                 parameter = self._pieces.get((layout.parameter.name, index))
                 if parameter is None or parameter.grad is None:
                     continue
-                owned = [s.interval for s in layout.segments if piece.contains(s.interval) and s.owner == self._mesh.rank]
+                owned = [
+                    s.interval for s in layout.segments if piece.contains(s.interval) and s.owner == self._mesh.rank
+                ]
                 if sum(map(len, owned)) == len(piece):
                     wholes.append(parameter.grad)
                 else:

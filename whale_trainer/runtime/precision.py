@@ -1,7 +1,7 @@
 """Number formats of a run: autocast for the forward pass, and the loss scale that float16 needs.
 
-Lightning's own plugins assume equal copies (and turn float16 on CPU into bfloat16 silently); here one verdict on overflow,
-from the global gradient norm, holds for all ranks.
+Lightning's own plugins assume equal copies (and turn float16 on CPU into bfloat16 silently); here one verdict on
+overflow, from the global gradient norm, holds for all ranks.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Plans that only replicate, for any module with a `training_step`: the module stays as its author wrote it.
 
-Each rank runs the module's own step on its samples, one micro-batch at a time. A returned mean loss is weighted by samples;
-a step may return `{"loss_sum": ..., "count": ...}` where something else counts, such as tokens. What the step logs is
-averaged by samples over micro-batches and ranks before Lightning sees it.
+Each rank runs the module's own step on its samples, one micro-batch at a time. A returned mean loss is weighted by
+samples; a step may return `{"loss_sum": ..., "count": ...}` where something else counts, such as tokens. What the step
+logs is averaged by samples over micro-batches and ranks before Lightning sees it.
 """
 
 from __future__ import annotations
@@ -148,7 +148,9 @@ class ReplicaRunner:
         new = set(logged.options) - set(self._names)
         numbers = [*values, float(len(new)), *(logged.sums.get(n, 0.0) for n in self._names)]
         flags = [float(n in logged.options) for n in self._names]
-        total = self.mesh.sum_over_all(torch.tensor([*numbers, *flags], dtype=torch.float64, device=self.device)).tolist()
+        total = self.mesh.sum_over_all(
+            torch.tensor([*numbers, *flags], dtype=torch.float64, device=self.device)
+        ).tolist()
         self._options.update(logged.options)
         if total[len(values)]:
             found: list[Any] = [None] * self.plan.num_ranks

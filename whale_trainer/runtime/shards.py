@@ -1,7 +1,8 @@
 """A tile's own layers: copies of the user's modules that compute with this rank's part of the weights.
 
-The user's model keeps the parameters (under their names, cut to this rank's pieces); the copies made here refer to them, or
-to views of them, as plain attributes. Where a tensor group cuts a module, the copy gets the collective at its edge.
+The user's model keeps the parameters (under their names, cut to this rank's pieces); the copies made here refer to
+them, or to views of them, as plain attributes. Where a tensor group cuts a module, the copy gets the collective at its
+edge.
 """
 
 from __future__ import annotations
@@ -63,13 +64,11 @@ class TileLayers:
             layer.train(mode)
 
 
-def cut_parameters(
-    model: nn.Module, layouts: tuple[ParameterLayout, ...], rank: int
-) -> Pieces:
+def cut_parameters(model: nn.Module, layouts: tuple[ParameterLayout, ...], rank: int) -> Pieces:
     """Replace the model's parameters by this rank's pieces, in place, and return these by (name, piece index).
 
-    Parameters that the rank does not hold are removed. A second piece of the same parameter is registered beside the first
-    as `<name>_piece1`. Tied weights stay one parameter.
+    Parameters that the rank does not hold are removed. A second piece of the same parameter is registered beside the
+    first as `<name>_piece1`. Tied weights stay one parameter.
     """
     pieces: Pieces = {}
     by_name = dict(model.named_parameters())
@@ -82,7 +81,9 @@ def cut_parameters(
             part = whole.detach()
             if layout.parameter.cut is not None:
                 part = part.narrow(layout.dim, interval.start, len(interval))
-            parts.append(nn.Parameter(part.clone(memory_format=torch.contiguous_format), requires_grad=whole.requires_grad))
+            parts.append(
+                nn.Parameter(part.clone(memory_format=torch.contiguous_format), requires_grad=whole.requires_grad)
+            )
         by_object[id(whole)] = parts
         pieces.update({(name, i): part for i, part in enumerate(parts)})
     for module in model.modules():
@@ -106,7 +107,13 @@ class ShardBuilder:
     """Makes the `TileLayers` of one rank: `copy` every tile, then `cut_parameters`, then `bind` every tile."""
 
     def __init__(
-        self, model: nn.Module, spec: ModelSpec, plan: Plan, layouts: tuple[ParameterLayout, ...], rank: int, state: DropoutState
+        self,
+        model: nn.Module,
+        spec: ModelSpec,
+        plan: Plan,
+        layouts: tuple[ParameterLayout, ...],
+        rank: int,
+        state: DropoutState,
     ) -> None:
         self._model = model
         self._spec = spec
@@ -182,7 +189,11 @@ class ShardBuilder:
             return None
         for split in self._spec.splits:
             dim = split.split
-            if dim is not None and tile.layers.start <= split.layer < tile.layers.stop and size == dim.units * (split.head_dim or 1):
+            if (
+                dim is not None
+                and tile.layers.start <= split.layer < tile.layers.stop
+                and size == dim.units * (split.head_dim or 1)
+            ):
                 return cut_units(dim, tile.weights)[tile.shard_of(self._rank)].scaled(split.head_dim or 1)
         return None
 

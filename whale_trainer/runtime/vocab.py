@@ -54,7 +54,7 @@ class VocabShard:
 
     def reshape(self, *shape: Any) -> Any:
         sizes = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else tuple(shape)
-        if len(sizes) > 1 and sizes[-1] == self.vocabulary or sizes[-1] == -1 and -1 not in sizes[:-1]:
+        if (len(sizes) > 1 and sizes[-1] == self.vocabulary) or (sizes[-1] == -1 and -1 not in sizes[:-1]):
             rows = self.local.reshape(*sizes[:-1], -1) if sizes[-1] != -1 else None
             if rows is not None and rows.shape[-1] == self.local.shape[-1]:
                 return self._wrap(rows)
