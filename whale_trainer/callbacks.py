@@ -1,0 +1,164 @@
+"""Callbacks of a run: checkpoints as folders, a progress bar or progress lines, and an end at once on a signal."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytorch_lightning as pl
+from pytorch_lightning.callbacks import Callback, ModelCheckpoint, ProgressBar, RichProgressBar
+from typing_extensions import override
+
+from whale_trainer.run_record import RunRecord
+
+_log = logging.getLogger(__name__)
+_LINE_EVERY_S = 5.0
+
+
+class Checkpoints(ModelCheckpoint):
+    """Lightning's ModelCheckpoint with our folders: `checkpoints/step-000020`, and one at the last step of a run."""
+
+    FILE_EXTENSION = ""
+
+    def __init__(self, run_dir: Path, record: RunRecord | None = None, **options: Any) -> None:
+        defaults: dict[str, Any] = {"filename": "step-{step:06d}", "auto_insert_metric_name": False}
+        super().__init__(dirpath=run_dir / "checkpoints", enable_version_counter=False, **(defaults | options))
+        self._record = record
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        before = self._last_global_step_saved
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        # a checkpoint made after the last batch would tell Lightning that an unfinished epoch is done
+        if trainer.global_step == trainer.estimated_stepping_batches:
+            self._save_now(trainer)
+        if self._record is not None and self._last_global_step_saved != before:
+            self._record.clock.restart()
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_train_end(trainer, pl_module)
+        if trainer.global_step:
+            self._save_now(trainer)
+
+    def _save_now(self, trainer: pl.Trainer) -> None:
+        if self.monitor is None and not self._should_skip_saving_checkpoint(trainer):
+            self._save_topk_checkpoint(trainer, self._monitor_candidates(trainer))
+
+
+class ProgressLines(ProgressBar):
+    """Progress where there is no terminal: a line for the first step, one every few seconds, and one for the last."""
+
+    def __init__(self, record: RunRecord) -> None:
+        super().__init__()
+        self._record = record
+        self._last_s = 0.0
+        self._is_enabled = True
+
+    @override
+    def disable(self) -> None:
+        self._is_enabled = False
+
+    @override
+    def enable(self) -> None:
+        self._is_enabled = True
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._last_s = 0.0
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        now = time.monotonic()
+        num_steps = trainer.estimated_stepping_batches
+        if self._is_enabled and (now - self._last_s >= _LINE_EVERY_S or trainer.global_step == num_steps):
+            self._last_s = now
+            of = "" if num_steps == float("inf") else f"/{int(num_steps)}"
+            _log.info("step %d%s  %s", trainer.global_step, of, "  ".join(f"{k} {v}" for k, v in figures(self._record)))
+
+    @override
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._is_enabled and not trainer.sanity_checking and self._record.val_loss is not None:
+            _log.info("step %d  validation loss %.4f", trainer.global_step, self._record.val_loss)
+
+
+class ProgressDisplay(RichProgressBar):
+    """Progress in a terminal: loss, samples per second, time left."""
+
+    def __init__(self, record: RunRecord, refresh_rate: int = 10) -> None:
+        super().__init__(refresh_rate=refresh_rate, leave=True)
+        self._record = record
+
+    @override
+    def get_metrics(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
+        return dict(figures(self._record))
+
+
+def figures(record: RunRecord) -> list[tuple[str, str]]:
+    """What a user watches, as (name, text)."""
+    found = []
+    if record.train_loss is not None:
+        found.append(("loss", f"{record.train_loss:.4f}"))
+    if record.val_loss is not None:
+        found.append(("val", f"{record.val_loss:.4f}"))
+    if record.clock.usual_s and record.samples_per_s is not None:
+        found.append(("samples/s", f"{record.samples_per_s:,.1f}"))
+    if record.time_left_s is not None:
+        found.append(("left", _duration(record.time_left_s)))
+    return found
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+class EndOnSignal(Callback):
+    """SIGINT and SIGTERM end this rank at its next Python instruction, with 130 or 143; a second one ends it at once.
+
+    Installed when a loop starts, since Lightning's own SIGTERM handler starts a collective, for which the ranks would
+    have to receive the signal at the same step.
+    """
+
+    @override
+    def on_sanity_check_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        install_signal_handlers()
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        install_signal_handlers()
+
+    @override
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        install_signal_handlers()
+
+    @override
+    def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        install_signal_handlers()
+
+    @override
+    def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        install_signal_handlers()
+
+
+def install_signal_handlers() -> None:
+    """Have SIGINT and SIGTERM raise `SystemExit` in the main thread, once."""
+    if threading.current_thread() is threading.main_thread():
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(signum, _exit_on_signal)
+
+
+def _exit_on_signal(signum: int, _: FrameType | None) -> None:
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, signal.SIG_DFL)
+    raise SystemExit(128 + signum)
