@@ -1,0 +1,223 @@
+"""The schedule: every forward and backward of a step in one global order, made from a plan and a batch size alone.
+
+A schedule is a list of actions such as `2F0` (tile 2, forward, micro-batch 0) that respects every dependency. Each
+rank runs its own part of the list in that order, so with sends that do not wait nothing can lock. A tile that holds no
+sample of a micro-batch has no action there, on all ranks alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from whale_trainer.errors import PlanError
+from whale_trainer.planning.actions import Action, Compute, Instruction, Message, Op, Receive, Send
+from whale_trainer.planning.plan import Plan
+from whale_trainer.planning.shares import Interval
+
+__all__ = [
+    "Action",
+    "Compute",
+    "Instruction",
+    "Message",
+    "Op",
+    "Receive",
+    "Schedule",
+    "Send",
+    "build_schedule",
+    "messages",
+    "warm_up",
+]
+
+
+@dataclass(frozen=True)
+class Bridge:
+    """`before` ends at the layer where `after` begins, and they share samples."""
+
+    before: int
+    after: int
+
+
+def bridges_of(plan: Plan) -> tuple[Bridge, ...]:
+    """All bridges of a plan, by tile numbers ascending."""
+    return tuple(
+        Bridge(a, b)
+        for a, before in enumerate(plan.tiles)
+        for b, after in enumerate(plan.tiles)
+        if before.layers.stop == after.layers.start and len(before.samples.intersect(after.samples))
+    )
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A linear extension of the dependencies between all actions of one pass over a batch."""
+
+    plan: Plan
+    batch_size: int
+    training: bool
+    order: tuple[Action, ...]
+
+    def actions_of(self, rank: int) -> tuple[Action, ...]:
+        """What `rank` runs, in its order."""
+        tiles = set(self.plan.tiles_of(rank))
+        return tuple(a for a in self.order if a.tile in tiles)
+
+    @cached_property
+    def bridged(self) -> tuple[Message, ...]:
+        """Every message in the order in which the producers run, with those that a rank hands to itself."""
+        tiles = self.plan.tiles
+        rows = rows_of(self.plan, self.batch_size)
+        neighbours: dict[tuple[int, Op], list[int]] = {}
+        for bridge in bridges_of(self.plan):
+            neighbours.setdefault((bridge.before, Op.FORWARD), []).append(bridge.after)
+            neighbours.setdefault((bridge.after, Op.BACKWARD), []).append(bridge.before)
+        found = []
+        for action in self.order:
+            source, micro_batch = action.tile, action.micro_batch
+            for target in neighbours.get((source, action.op), ()):
+                shared = rows[source][micro_batch].intersect(rows[target][micro_batch])
+                if not len(shared):
+                    continue
+                for source_rank, target_rank in pair_ranks(tiles[source].ranks, tiles[target].ranks):
+                    found.append(Message(source, target, micro_batch, action.op, source_rank, target_rank, shared))
+        return tuple(found)
+
+
+def pair_ranks(sources: Sequence[int], targets: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Who sends to each rank of a tile: itself where it has the tensor already, else the senders in even turns.
+
+    >>> pair_ranks([0, 1], [2, 3, 4, 1])
+    ((0, 2), (0, 3), (1, 4), (1, 1))
+    """
+    p, q = len(sources), len(targets)
+    return tuple((rank if rank in sources else sources[j * p // q], rank) for j, rank in enumerate(targets))
+
+
+def rows_of(plan: Plan, batch_size: int) -> tuple[tuple[Interval, ...], ...]:
+    """`plan.rows` of every tile and micro-batch, as a table."""
+    micro_batches = plan.micro_batches_of(batch_size)
+    return tuple(tuple(tile.samples.shifted(m.start).intersect(m) for m in micro_batches) for tile in plan.tiles)
+
+
+def messages(schedule: Schedule) -> tuple[Message, ...]:
+    """The messages that travel between two ranks, each once, in the order in which they are sent."""
+    return tuple(m for m in schedule.bridged if not m.is_local)
+
+
+def warm_up(plan: Plan) -> tuple[int, ...]:
+    """For each tile the forwards that 1F1B runs before the first backward; also the most micro-batches in flight.
+
+    The tiles on the longest bridge path from the tile to the loss, both ends counted: S - s on stage s of S. Neighbours
+    on a path that share a rank count once: they never run at the same time, and one more micro-batch would only cost
+    memory.
+    """
+    tiles = plan.tiles
+    after: dict[int, list[int]] = {}
+    for bridge in bridges_of(plan):
+        after.setdefault(bridge.before, []).append(bridge.after)
+    depth = [1] * len(tiles)
+    for tile in sorted(range(len(tiles)), key=lambda i: -tiles[i].layers.start):
+        depth[tile] = max(
+            (depth[t] + set(tiles[tile].ranks).isdisjoint(tiles[t].ranks) for t in after.get(tile, ())), default=1
+        )
+    return tuple(depth)
+
+
+def build_schedule(plan: Plan, batch_size: int, *, training: bool = True) -> Schedule:
+    """The schedule that the plan names, for a batch of any size; evaluation runs the forwards only."""
+    if batch_size < 1:
+        raise PlanError(f"a batch of {batch_size} samples cannot be scheduled: it needs at least one")
+    counts = [sum(len(r) > 0 for r in rows) for rows in rows_of(plan, batch_size)]
+    order = _ORDERS[plan.schedule if training else "evaluation"](plan, counts)
+    return Schedule(plan, batch_size, training, tuple(order))
+
+
+def _passes(tile: int, op: Op, count: int) -> list[Action]:
+    return [Action(tile, op, m) for m in range(count)]
+
+
+def _forward_only(plan: Plan, counts: Sequence[int]) -> list[Action]:
+    return _list_schedule(plan, [_passes(t, Op.FORWARD, n) for t, n in enumerate(counts)])
+
+
+def _gpipe(plan: Plan, counts: Sequence[int]) -> list[Action]:
+    """All forwards, then all backwards.
+
+    rank 0  0F0 0F1 0F2   .   . 0B0 0B1 0B2
+    rank 1    . 1F0 1F1 1F2 1B0 1B1 1B2   .
+    """
+    backwards = [_passes(t, Op.BACKWARD, n) for t, n in enumerate(counts)]
+    return _forward_only(plan, counts) + _list_schedule(plan, backwards)
+
+
+def _one_forward_one_backward(plan: Plan, counts: Sequence[int]) -> list[Action]:
+    """Each tile: its warm-up, then a backward and a forward in turn, then the backwards that are left.
+
+    rank 0  0F0 0F1 0F2   .   . 0B0 0F3 0B1   . 0B2   . 0B3
+    rank 1    . 1F0 1F1   . 1B0 1F2 1B1 1F3 1B2   . 1B3   .
+    rank 2    .   . 2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3   .   .
+
+    The tiles' orders never contradict each other. With W a tile's warm-up, put its `F` of micro-batch m at 2m - W and
+    its `B` at 2m + W - 1: every action then stands after all that it waits for (two tiles that share a rank may share a
+    W; there forwards go down the layers and backwards up). So the list schedule always finds something to run.
+    """
+    sequences = []
+    for tile, (ahead, count) in enumerate(zip(warm_up(plan), counts, strict=True)):
+        forwards, backwards = _passes(tile, Op.FORWARD, count), _passes(tile, Op.BACKWARD, count)
+        ahead = min(ahead, count)
+        sequence = forwards[:ahead]
+        for forward, backward in zip(forwards[ahead:], backwards, strict=False):
+            sequence += [backward, forward]
+        sequences.append(sequence + backwards[count - ahead :])
+    return _list_schedule(plan, sequences)
+
+
+_ORDERS: dict[str, Callable[[Plan, Sequence[int]], list[Action]]] = {
+    "gpipe": _gpipe,
+    "1f1b": _one_forward_one_backward,
+    "evaluation": _forward_only,
+}
+
+
+def _list_schedule(plan: Plan, sequences: Sequence[Sequence[Action]]) -> list[Action]:
+    """Merge the tiles' sequences into one order by running them in unit time: backwards first, then old micro-batches.
+
+    An action is ready when it is its tile's next and what it needs ran in an earlier tick; it takes all ranks of its
+    tile for one tick. Actions outside `sequences` count as done.
+    """
+    depth = warm_up(plan)
+    needs = _needs(plan, sequences)
+    place = [0] * len(sequences)
+    running = {t for t, s in enumerate(sequences) if s}
+    done: set[Action] = set()
+    order: list[Action] = []
+    while running:
+        ready = [a for a in (sequences[t][place[t]] for t in running) if needs[a] <= done]
+        ready.sort(key=lambda a: (a.op is Op.FORWARD, a.micro_batch, depth[a.tile], a.tile))
+        busy: set[int] = set()
+        started = len(order)
+        for action in ready:
+            ranks = plan.tiles[action.tile].ranks
+            if busy.isdisjoint(ranks):
+                busy.update(ranks)
+                order.append(action)
+                place[action.tile] += 1
+                if place[action.tile] == len(sequences[action.tile]):
+                    running.remove(action.tile)
+        assert len(order) > started, "the tiles' sequences contradict each other"
+        done.update(order[started:])
+    return order
+
+
+def _needs(plan: Plan, sequences: Sequence[Sequence[Action]]) -> dict[Action, set[Action]]:
+    """For each action of `sequences` those among them that it takes its inputs from."""
+    needs: dict[Action, set[Action]] = {a: set() for s in sequences for a in s}
+    for bridge in bridges_of(plan):
+        ways = ((Op.FORWARD, bridge.before, bridge.after), (Op.BACKWARD, bridge.after, bridge.before))
+        for op, source, target in ways:
+            for action in sequences[source]:
+                consumer = Action(target, op, action.micro_batch)
+                if action.op is op and consumer in needs:
+                    needs[consumer].add(action)
+    return needs
