@@ -17,6 +17,7 @@ from urllib.parse import urlparse
 
 from pytorch_lightning.loggers import Logger, TensorBoardLogger, WandbLogger
 from pytorch_lightning.loggers.logger import DummyLogger
+from typing_extensions import override
 
 from whale_trainer.errors import ConfigError, Problem
 
@@ -24,6 +25,15 @@ _log = logging.getLogger(__name__)
 KINDS = ("wandb", "csv", "tensorboard", "none")
 _CONNECT_S = 30
 """Seconds that an online run waits for the server before it goes on offline."""
+
+
+class RunLogger(WandbLogger):
+    """Lightning's W&B logger around a run that was started by `start_wandb`; it never starts one itself."""
+
+    @property
+    @override
+    def experiment(self) -> Any:
+        return self._experiment
 
 
 def make_logger(kind: str, run_dir: Path, *, rank: int, facts: Mapping[str, Any], options: Mapping[str, Any]) -> Logger:
@@ -36,7 +46,7 @@ def make_logger(kind: str, run_dir: Path, *, rank: int, facts: Mapping[str, Any]
     if rank != 0 or kind in ("csv", "none"):
         return DummyLogger()
     if kind == "wandb":
-        return WandbLogger(experiment=start_wandb(run_dir, facts, options), save_dir=str(run_dir))
+        return RunLogger(experiment=start_wandb(run_dir, facts, options), save_dir=str(run_dir))
     try:
         return TensorBoardLogger(save_dir=str(run_dir), name=None, version="tensorboard")
     except ModuleNotFoundError as error:
@@ -56,11 +66,12 @@ def start_wandb(run_dir: Path, facts: Mapping[str, Any], options: Mapping[str, A
         **options,
         "dir": str(run_dir),
         "config": plain({k: v for k, v in facts.items() if k != "overrides"} | {"overrides": _resolved(facts)}),
-        "settings": wandb.Settings(silent=True, console="off", disable_git=True, init_timeout=_CONNECT_S),
+        "settings": {"silent": True, "console": "off", "disable_git": True, "init_timeout": _CONNECT_S},
     }
     try:
         run = wandb.init(**arguments, mode=mode)
-    except (wandb.errors.Error, OSError) as error:
+    except Exception as error:
+        # whatever keeps W&B from its server, the training does not depend on it
         if mode != "online":
             raise
         _log.warning("W&B cannot be reached (%s): this run is kept offline in %s", error, run_dir)
@@ -73,7 +84,7 @@ def start_wandb(run_dir: Path, facts: Mapping[str, Any], options: Mapping[str, A
 
 def finish_logger(logger: Logger | None, exit_code: int) -> None:
     """End the W&B run, so that no helper process holds the command up."""
-    if isinstance(logger, WandbLogger):
+    if isinstance(logger, RunLogger):
         logger.experiment.finish(exit_code=exit_code)
 
 

@@ -25,10 +25,9 @@ class MetricsFile:
         self._columns = ["step", *(c for c in columns if c != "step")]
         self._last: dict[str, str] | None = None
         self._last_offset = 0
-        self._file: io.FileIO | None = None
 
     def start(self, after_step: int = 0) -> None:
-        """Open the file, keeping the whole rows of a former run up to `after_step`."""
+        """Begin the file, keeping the whole rows of a former run up to `after_step`."""
         rows = [row for row in self._read() if int(row["step"]) <= after_step]
         for row in rows:
             self._columns += [c for c in row if c not in self._columns]
@@ -40,8 +39,6 @@ class MetricsFile:
         if self._last is not None and texts["step"] == self._last["step"]:
             texts = self._last | texts
         try:
-            if self._file is None:
-                self.start()
             if any(name not in self._columns for name in texts):
                 self._widen(texts)
             self._put(texts)
@@ -50,19 +47,14 @@ class MetricsFile:
                 f"{self.path} cannot be written ({error}): free some space; the last checkpoint is whole"
             ) from error
 
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
     def _put(self, texts: dict[str, str]) -> None:
-        assert self._file is not None
-        is_new = self._last is None or texts["step"] != self._last["step"]
-        offset = self._file.seek(0, os.SEEK_END) if is_new else self._last_offset
         data = self._line([texts.get(name, "") for name in self._columns])
-        # one call for the whole row: a run killed here leaves the row before it, or this one
-        os.pwrite(self._file.fileno(), data, offset)
-        self._file.truncate(offset + len(data))
+        with self.path.open("r+b", buffering=0) as file:
+            is_new = self._last is None or texts["step"] != self._last["step"]
+            offset = file.seek(0, os.SEEK_END) if is_new else self._last_offset
+            # one call for the whole row: a run killed here leaves the row before it, or this one
+            os.pwrite(file.fileno(), data, offset)
+            file.truncate(offset + len(data))
         self._last, self._last_offset = texts, offset
 
     def _widen(self, texts: Mapping[str, str]) -> None:
@@ -71,12 +63,10 @@ class MetricsFile:
         self._rewrite(rows)
 
     def _rewrite(self, rows: list[dict[str, str]]) -> None:
-        self.close()
         lines = [self._line([row.get(name, "") for name in self._columns]) for row in rows]
         beside = self.path.with_name(self.path.name + ".tmp")
         beside.write_bytes(b"".join([self._line(self._columns), *lines]))
         beside.replace(self.path)
-        self._file = self.path.open("r+b", buffering=0)
         self._last = rows[-1] if rows else None
         self._last_offset = self.path.stat().st_size - len(lines[-1]) if lines else 0
 

@@ -151,12 +151,7 @@ class RunRecord(Callback):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._file.close()
         self._gather(trainer)
-
-    @override
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._file.close()
 
     def speed(self) -> tuple[float | None, float | None]:
         """(samples per second, median seconds per step), both after the warm-up; None before the first step."""
