@@ -84,9 +84,15 @@ class Engine:
         self.layouts = parameter_layouts(plan, spec)
         self.dropout = DropoutState(seed)
         self._count_per_sample = 1.0
-        rank_sets = {t.ranks for t in plan.tiles} | {b.ranks for b in gradient_buckets(self.layouts)}
         edges = {(m.source_rank, m.target_rank) for m in bridge_messages(build_schedule(plan, plan.global_batch))}
-        self.mesh = Mesh(plan, rank, self.device, [tuple(sorted(r)) for r in rank_sets], edges)
+        self.mesh = Mesh(
+            plan,
+            rank,
+            self.device,
+            tensor_groups=[t.ranks for t in plan.tiles],
+            sum_groups=[b.ranks for b in gradient_buckets(self.layouts)],
+            edges=edges,
+        )
         model.to(device=self.device, dtype=self.precision.parameter_dtype)
         builder = ShardBuilder(model, spec, plan, self.layouts, rank, self.dropout)
         for index in plan.tiles_of(rank):
@@ -110,7 +116,7 @@ class Engine:
 
     def _group(self, tile: int) -> dist.ProcessGroup | None:
         ranks = self.plan.tiles[tile].ranks
-        return self.mesh.group(ranks) if len(ranks) > 1 else None
+        return self.mesh.tensor_group(ranks) if len(ranks) > 1 else None
 
     def _make_program(
         self, batch_size: int, training: bool

@@ -56,6 +56,7 @@ class GradientSums:
         self._in_buckets: dict[int, list[_LiveBucket]] = {}
         self._final: set[int] = set()
         self._next = 0
+        self._may_start = False
         self._kept: list[Tensor | None] = []
         for bucket in gradient_buckets(layouts):
             if mesh.rank in bucket.ranks:
@@ -82,7 +83,7 @@ class GradientSums:
             entries.append((parameter, torch.Size(shape), None if whole else (layout.dim, start, length)))
         sizes = [shape.numel() for _, shape, _ in entries]
         flat = torch.zeros(sum(sizes), dtype=entries[0][0].dtype, device=entries[0][0].device)
-        live = _LiveBucket(flat, self._mesh.group(bucket.ranks), [])  # type: ignore[attr-defined]
+        live = _LiveBucket(flat, self._mesh.sum_group(bucket.ranks), [])  # type: ignore[attr-defined]
         for (parameter, shape, outside), part in zip(entries, flat.split(sizes), strict=True):
             place = part.view(shape)
             live.slots.append(_Slot(parameter, place, outside))
@@ -95,6 +96,7 @@ class GradientSums:
     def begin(self) -> None:
         """Clear all gradients for a new step."""
         self._next = 0
+        self._may_start = not self._mesh.sums_wait
         self._final.clear()
         for bucket in self._buckets:
             bucket.flat.zero_()
@@ -128,7 +130,7 @@ class GradientSums:
     def _close(self, parameter: Tensor) -> None:
         for bucket in self._in_buckets.get(id(parameter), ()):
             bucket.pending.discard(id(parameter))
-        while self._next < len(self._buckets) and not self._buckets[self._next].pending:
+        while self._may_start and self._next < len(self._buckets) and not self._buckets[self._next].pending:
             self._start(self._buckets[self._next])
             self._next += 1
 
@@ -143,6 +145,7 @@ class GradientSums:
 
     def finish(self) -> None:
         """Start what is left, wait for every sum, and leave the sums in the parameters' gradients."""
+        self._may_start = True
         self.settle(self.parameters)
         for bucket in self._buckets:
             assert bucket.work is not None

@@ -57,8 +57,7 @@ class ReplicaRunner:
         self.layouts = tuple(self._layout(name, p) for name, p in module.named_parameters())
         pieces = {(name, 0): p for name, p in module.named_parameters() if isinstance(p, nn.Parameter)}
         self.pieces = pieces
-        everyone = tuple(sorted({r for t in plan.tiles for r in t.ranks}))
-        self.mesh = Mesh(plan, rank, device, [everyone, *(b.ranks for b in gradient_buckets(self.layouts))], [])
+        self.mesh = Mesh(plan, rank, device, sum_groups=[b.ranks for b in gradient_buckets(self.layouts)])
         self.sums = GradientSums(self.layouts, pieces, self.mesh)
         self._names: tuple[str, ...] = ()
         """Logged names that all ranks know, sorted."""

@@ -37,6 +37,14 @@ class VocabShard:
     def shape(self) -> torch.Size:
         return torch.Size((*self.local.shape[:-1], self.vocabulary))
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.local.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.local.device
+
     def _wrap(self, local: Tensor) -> VocabShard:
         return VocabShard(local, self.group, self.part, self.vocabulary)
 
