@@ -1,0 +1,38 @@
+"""How much compute a plan puts on each rank, and how deep its pipeline is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from whale_trainer.model_spec import ModelSpec
+from whale_trainer.planning.costs import shard_flops
+from whale_trainer.planning.plan import Plan
+
+
+def tile_depths(plan: Plan) -> tuple[int, ...]:
+    """For each tile the number of tiles on the longest path of bridges from it to the loss, itself included."""
+    starting: dict[int, list[int]] = {}
+    for index, tile in enumerate(plan.tiles):
+        starting.setdefault(tile.layers.start, []).append(index)
+    depths = [1] * len(plan.tiles)
+    for index in sorted(range(len(plan.tiles)), key=lambda i: -plan.tiles[i].layers.start):
+        tile = plan.tiles[index]
+        after = (i for i in starting.get(tile.layers.stop, ()) if len(plan.tiles[i].samples.intersect(tile.samples)))
+        depths[index] += max((depths[i] for i in after), default=0)
+    return tuple(depths)
+
+
+def rank_flops(plan: Plan, model: ModelSpec) -> tuple[float, ...]:
+    """FLOPs of a full micro-batch, forward and backward, on each rank."""
+    flops = [0.0] * plan.num_ranks
+    for tile in plan.tiles:
+        for shard, holder in enumerate(tile.shards):
+            each = sum(shard_flops(layer, tile.weights, shard) for layer in model.layers[slice(*tile.layers)])
+            flops[holder.rank] += each * len(tile.samples)
+    return tuple(flops)
+
+
+def step_s(plan: Plan, model: ModelSpec, speeds: Sequence[float]) -> float:
+    """Seconds of compute in a step, with the slowest rank's pace in every slot of the pipeline; no communication."""
+    slowest = max(f / s for f, s in zip(rank_flops(plan, model), speeds, strict=True))
+    return slowest * (plan.micro_batches + max(tile_depths(plan)) - 1)

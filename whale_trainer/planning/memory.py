@@ -1,0 +1,129 @@
+"""Memory of every rank under a plan, item by item, and the refusal of a plan that does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from whale_trainer.device_kinds import GIB, DeviceKind
+from whale_trainer.errors import PlanError
+from whale_trainer.planning.costs import CostModel, MemoryItems, shard_activations, shard_elements
+from whale_trainer.planning.load import tile_depths
+from whale_trainer.planning.pieces import BUCKET_BYTES
+from whale_trainer.planning.plan import Plan, PlannedDevice, Tile
+from whale_trainer.planning.shares import Interval, cut_elements
+
+CONTEXT_BYTES = GIB // 2
+"""What the CUDA context and its libraries take on each GPU before the first tensor."""
+
+
+def usable_bytes(kind: DeviceKind) -> int:
+    """Memory of a device that a plan may fill."""
+    return kind.memory_bytes - (CONTEXT_BYTES if kind.is_gpu else 0)
+
+
+def in_flight(plan: Plan) -> tuple[int, ...]:
+    """For each tile, the micro-batches whose activations it holds at once.
+
+    With `gpipe` all of them; with `1f1b` the longest path of bridges from the tile to the loss, plus one.
+    """
+    if plan.schedule == "gpipe":
+        return (plan.micro_batches,) * len(plan.tiles)
+    return tuple(min(plan.micro_batches, depth) for depth in tile_depths(plan))
+
+
+def rank_memory(plan: Plan, costs: CostModel) -> tuple[MemoryItems, ...]:
+    """What each rank holds; a parameter that several tiles of a rank use is there once."""
+    flying = in_flight(plan)
+    held: list[list[int]] = [[] for _ in plan.devices]
+    for index, tile in enumerate(plan.tiles):
+        for rank in tile.ranks:
+            held[rank].append(index)
+    return tuple(_one_rank(plan, costs, rank, tiles, flying) for rank, tiles in enumerate(held))
+
+
+def _one_rank(plan: Plan, costs: CostModel, rank: int, indices: Sequence[int], flying: Sequence[int]) -> MemoryItems:
+    tiles = [plan.tiles[i] for i in indices]
+    items = _state(tiles, costs, rank)
+    activations = buffers = 0.0
+    for tile, count in zip(tiles, (flying[i] for i in indices), strict=True):
+        shard, samples = tile.shard_of(rank), len(tile.samples)
+        each = sum(shard_activations(x, tile.weights, shard) for x in costs.model.layers[slice(*tile.layers)])
+        activations += each * costs.precision.activation_factor * samples * count
+        buffers += costs.boundary_bytes(*tile.layers, samples)
+    buffers += min(BUCKET_BYTES, items.gradients)
+    return replace(items, activations=activations, buffers=buffers)
+
+
+def _state(tiles: Sequence[Tile], costs: CostModel, rank: int) -> MemoryItems:
+    items = MemoryItems()
+    for parameter in costs.model.parameters:
+        users = [t for t in tiles if any(t.layers.start <= x < t.layers.stop for x in parameter.layers)]
+        if len(users) == 1 or (users and parameter.cut is None):
+            count = shard_elements(parameter, users[0].weights, users[0].shard_of(rank))
+        elif users and parameter.cut is not None:
+            size = parameter.shape[parameter.cut.dim]
+            parts = [cut_elements(parameter.cut, t.weights, t.shard_of(rank)) for t in users]
+            count = _union(parts) * (parameter.num_elements / size)
+        else:
+            continue
+        items += costs.state_of(parameter, count)
+    return items
+
+
+def _union(parts: Sequence[Interval]) -> int:
+    total = reached = 0
+    for part in sorted(parts):
+        total += max(0, part.stop - max(part.start, reached))
+        reached = max(reached, part.stop)
+    return total
+
+
+def with_memory(plan: Plan, items: Sequence[MemoryItems]) -> Plan:
+    """The plan with the planned memory of each device written down."""
+    devices = [replace(d, planned_memory_bytes=i.total) for d, i in zip(plan.devices, items, strict=True)]
+    return replace(plan, devices=tuple(devices))
+
+
+def check_memory(plan: Plan, items: Sequence[MemoryItems], usable: Sequence[int]) -> None:
+    """Raises `PlanError` with needed and available bytes of every device that the plan overfills, and what to do."""
+    over = [rank for rank, item in enumerate(items) if item.total > usable[rank]]
+    if not over:
+        return
+    worst = max(over, key=lambda r: items[r].total / max(1, usable[r]))
+    index = next(i for i, t in enumerate(plan.tiles) if worst in t.ranks)
+    tile, device = plan.tiles[index], plan.devices[worst]
+    flying = in_flight(plan)[index]
+    biggest = ", ".join(f"{size(value)} {name}" for name, value in items[worst].biggest())
+    lines = [
+        f"the plan does not fit: rank {worst} ({device.kind} on {device.node}) needs {size(items[worst].total)}, "
+        f"{size(usable[worst])} of its {size(device.memory_bytes)} can be used.",
+        f"  {len(tile.layers)} layers of {len(tile.samples)} samples, {flying} micro-batches in flight: {biggest}.",
+    ]
+    others = [r for r in over if r != worst]
+    if others:
+        named = ", ".join(_need(plan.devices[r], items[r], usable[r]) for r in others[:4])
+        more = f" and {len(others) - 4} more" if len(others) > 4 else ""
+        lines.append(f"  Too much also on {named}{more}.")
+    lines.append(f"  {_remedy(items[worst])}")
+    raise PlanError("\n".join(lines))
+
+
+def _need(device: PlannedDevice, items: MemoryItems, usable: int) -> str:
+    return f"rank {device.rank} ({device.kind}: {size(items.total)} of {size(usable)})"
+
+
+def _remedy(items: MemoryItems) -> str:
+    if items.activations > items.total / 2:
+        return "Raise strategy.micro_batches or lower global_batch, or use more stages or shards (strategy.scopes)."
+    return "Use more stages or shards (strategy.scopes), more devices, or a smaller model."
+
+
+def size(num_bytes: float) -> str:
+    """`12.3 GiB`, `40.0 MiB`, `512 B`."""
+    value = float(num_bytes)
+    for unit in ("B", "KiB", "MiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} GiB"
