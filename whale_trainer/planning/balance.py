@@ -9,8 +9,8 @@ from math import inf, isclose
 from whale_trainer.planning.shares import apportion
 
 SLACKS = (inf, 4.0, 3.0, 2.5, 2.0, 1.8, 1.6, 1.4, 1.3, 1.2, 1.1, 1.05, 1.0)
-"""How far a shard may exceed its part of the group's free memory, tried in this order until everything fits: from weights
-in proportion to speed to weights in proportion to memory."""
+"""How far a shard may exceed its part of the group's free memory, tried in this order until everything fits: from
+weights in proportion to speed to weights in proportion to memory."""
 
 
 def water_fill(speeds: Sequence[float], caps: Sequence[float]) -> list[float] | None:

@@ -111,9 +111,7 @@ class ReplicaSolver:
         if slack not in self._tables:
             made = []
             for speeds, free in self.types:
-                weights = (
-                    slacked_weights(speeds, free, slack) if self.setting.free else slacked_weights(speeds, speeds, 0)
-                )
+                weights = shard_weights(speeds, free, slack)
                 room = free if self.setting.free else None
                 made.append(StageTable(self.setting.costs.tile(weights), speeds, room, self.layers))
             self._tables[slack] = made
