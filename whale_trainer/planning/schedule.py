@@ -26,6 +26,7 @@ __all__ = [
     "Schedule",
     "Send",
     "build_schedule",
+    "max_in_flight",
     "messages",
     "warm_up",
 ]
@@ -221,3 +222,13 @@ def _needs(plan: Plan, sequences: Sequence[Sequence[Action]]) -> dict[Action, se
                 if action.op is op and consumer in needs:
                     needs[consumer].add(action)
     return needs
+
+
+def max_in_flight(schedule: Schedule, tile: int) -> int:
+    """The most micro-batches whose forward has run on the tile, and whose backward has not."""
+    current = most = 0
+    for action in schedule.order:
+        if action.tile == tile:
+            current += 1 if action.op is Op.FORWARD else -1
+            most = max(most, current)
+    return most
