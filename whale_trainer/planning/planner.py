@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from whale_trainer.cluster import Cluster, Device
 from whale_trainer.errors import ConfigError, PlanError, Problem
 from whale_trainer.model_spec import ModelSpec
-from whale_trainer.planning.allocation import Claim, degree_choices, degrees_text, hand_out
+from whale_trainer.planning.allocation import Claim, degree_choices, hand_out
 from whale_trainer.planning.costs import CostModel
 from whale_trainer.planning.groups import form_groups
 from whale_trainer.planning.load import step_s
@@ -232,12 +232,12 @@ def _notes(job: _Job, layouts: Sequence[tuple[Section, Layout]], devices: Sequen
         for group in dict.fromkeys(spanning):
             nodes = ", ".join(group.nodes)
             notes.append(f"A tensor group of {len(group.devices)} spans the nodes {nodes}: its sums cross the network.")
-        if not section.degrees.is_fixed:
-            split = len(layout.replicas[0][0].group.devices)
-            chosen = f"replicate {len(layout.replicas)} x stages {layout.num_stages} x split {split}"
-            notes.append(f"{section.path}: {degrees_text(section.degrees)} became {chosen}.")
-    count = len(job.cluster.devices) - len(devices)
-    if count:
-        reason = "with these degrees they would not make the step faster"
-        notes.append(f"{count} of {len(job.cluster.devices)} devices are left out: {reason}.")
+        split = len(layout.replicas[0][0].group.devices)
+        taken = {"replicate": len(layout.replicas), "stages": layout.num_stages, "split": split}
+        chosen = [f"{key} {value}" for key, value in taken.items() if getattr(section.degrees, key) == "auto"]
+        if chosen:
+            notes.append(f"{section.path}: auto became {', '.join(chosen)}.")
+    if len(devices) < len(job.cluster.devices):
+        used = f"{len(devices)} of {len(job.cluster.devices)} devices"
+        notes.append(f"{used} are used: under these degrees the others would not make a step faster.")
     return notes

@@ -1,0 +1,126 @@
+"""A plan as plain text: what each device does, and the picture of the tiling. Reads decisions, makes none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from whale_trainer.model_spec import ModelSpec
+from whale_trainer.planning.load import rank_flops
+from whale_trainer.planning.memory import size
+from whale_trainer.planning.picture import drawing
+from whale_trainer.planning.plan import Plan, PlannedDevice
+from whale_trainer.planning.shares import cut_units
+
+MOST_RANKS = 64
+"""Rows of the table; alike ranks of larger plans are left out and counted."""
+
+
+@dataclass(frozen=True)
+class DeviceRow:
+    """What one rank does, in words."""
+
+    device: PlannedDevice
+    tiles: tuple[int, ...]
+    layers: str
+    samples: str
+    shards: str
+    """Units of each cut dim, such as `4/6 heads, 256/384 columns`; empty when nothing is cut."""
+    work: float
+    """Part of the FLOPs of a step, from 0 to 1."""
+
+    @property
+    def memory(self) -> str:
+        planned = self.device.planned_memory_bytes
+        return f"{'?' if planned is None else size(planned)} / {size(self.device.memory_bytes)}"
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """The texts of the row, in the order of `HEADINGS`."""
+        tiles = ",".join(map(str, self.tiles))
+        return (
+            str(self.device.rank),
+            self.device.kind,
+            self.device.node,
+            tiles,
+            self.layers,
+            self.samples,
+            self.shards,
+            f"{self.work:.1%}",
+            self.memory,
+        )
+
+
+HEADINGS = ("rank", "device", "node", "tile", "layers", "samples", "shard", "work", "memory planned / of")
+
+
+def device_rows(plan: Plan, model: ModelSpec) -> tuple[DeviceRow, ...]:
+    """One row for each rank."""
+    flops = rank_flops(plan, model)
+    total = sum(flops) or 1.0
+    held: list[list[int]] = [[] for _ in plan.devices]
+    for index, tile in enumerate(plan.tiles):
+        for rank in tile.ranks:
+            held[rank].append(index)
+    rows = []
+    for device, tiles in zip(plan.devices, held, strict=True):
+        parts = [plan.tiles[i] for i in tiles]
+        rows.append(
+            DeviceRow(
+                device,
+                tuple(tiles),
+                " + ".join(_span(plan, t.layers.start, t.layers.stop) for t in parts),
+                " + ".join(f"{len(t.samples)}/{plan.micro_batch_size}" for t in parts),
+                " + ".join(filter(None, (_units(plan, model, i, device.rank) for i in tiles))),
+                flops[device.rank] / total,
+            )
+        )
+    return tuple(rows)
+
+
+def _span(plan: Plan, start: int, stop: int) -> str:
+    names = plan.layer_names
+    return names[start] if stop == start + 1 else f"{names[start]} … {names[stop - 1]}"
+
+
+def _units(plan: Plan, model: ModelSpec, tile_index: int, rank: int) -> str:
+    tile = plan.tiles[tile_index]
+    if len(tile.shards) == 1:
+        return ""
+    position = tile.shard_of(rank)
+    dims = model.split_dims(*tile.layers)
+    return ", ".join(f"{len(cut_units(d, tile.weights)[position])}/{d.units} {d.name}" for d in dims) or "whole copy"
+
+
+def title(plan: Plan) -> str:
+    """The plan in one line."""
+    ranks = "1 rank" if plan.num_ranks == 1 else f"{plan.num_ranks} ranks"
+    batches = "1 micro-batch" if plan.micro_batches == 1 else f"{plan.micro_batches} micro-batches"
+    tiles = "1 tile" if len(plan.tiles) == 1 else f"{len(plan.tiles)} tiles"
+    return (
+        f"plan {plan.fingerprint[:8]}: {ranks}, {tiles}; global batch {plan.global_batch} in {batches} "
+        f"of {plan.micro_batch_size}; schedule {plan.schedule}"
+    )
+
+
+def plan_text(plan: Plan, model: ModelSpec) -> str:
+    """Everything that a user reads of a plan: its devices and their parts, the picture, what is left out and why."""
+    rows = device_rows(plan, model)
+    lines = [title(plan), "", *_columns([HEADINGS, *(row.cells for row in rows[:MOST_RANKS])])]
+    if len(rows) > MOST_RANKS:
+        lines.append(f"… and {len(rows) - MOST_RANKS} more ranks")
+    lines += ["", drawing(plan)]
+    if plan.left_out:
+        names = dict.fromkeys(plan.left_out)
+        counted = ", ".join(f"{plan.left_out.count(name)} x {name}" for name in names)
+        lines += ["", f"left out: {counted}"]
+    if plan.notes:
+        lines += ["", *(f"- {note}" for note in plan.notes)]
+    return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The cells in columns; a column without any text is not shown."""
+    kept = [i for i in range(len(rows[0])) if any(row[i] for row in rows[1:])]
+    widths = {i: max(len(row[i]) for row in rows) for i in kept}
+    return ["  ".join(f"{row[i]:<{widths[i]}}" for i in kept) for row in rows]
