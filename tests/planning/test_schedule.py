@@ -214,7 +214,7 @@ def test_every_batch_size(grid: str, name: str) -> None:
 
 
 def test_random_tilings() -> None:
-    """Any tiling, any batch size: sound, replays, within 1F1B's bound, over no channel that a full batch does not use."""
+    """Any tiling, any batch size: sound, replays, within 1F1B's bound, over channels of a full batch only."""
     seen: Counter[str] = Counter()
 
     @settings(max_examples=300, deadline=None, database=None, derandomize=True)
