@@ -6,18 +6,18 @@ weights after the last one, all put together from the ranks' pieces.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from tilings import plan_of, tile
 from torch import Tensor, nn
 from whale_trainer.data import RankBatch
 from whale_trainer.describe import describe
 from whale_trainer.models.gpt import GPT
 
-from whale_trainer.planning.plan import Plan, PlannedDevice, Shard, Tile
-from whale_trainer.planning.shares import Interval
+from whale_trainer.planning.plan import Plan
 from whale_trainer.runtime.engine import Engine
 
 GPT_ARGUMENTS: dict[str, Any] = {
@@ -32,27 +32,9 @@ GPT_ARGUMENTS: dict[str, Any] = {
 }
 
 
-def tile(layers: tuple[int, int], samples: tuple[int, int], *ranks: int, weights: Sequence[int] | None = None) -> Tile:
-    weights = weights or [1] * len(ranks)
-    return Tile(Interval(*layers), Interval(*samples), tuple(Shard(r, w) for r, w in zip(ranks, weights, strict=True)))
-
-
-def make_plan(tiles: Sequence[Tile], *, micro_batches: int, global_batch: int, schedule: str = "1f1b") -> Plan:
-    num_layers = max(t.layers.stop for t in tiles)
-    num_ranks = max(r for t in tiles for r in t.ranks) + 1
-    return Plan(
-        tiles=tuple(tiles),
-        layer_names=tuple(f"layer{i}" for i in range(num_layers)),
-        micro_batches=micro_batches,
-        global_batch=global_batch,
-        schedule=schedule,
-        devices=tuple(PlannedDevice(r, "CPU", "here", 1 << 30) for r in range(num_ranks)),
-    )
-
-
 def single(plan: Plan) -> Plan:
     """The same batches on one device, in one micro-batch."""
-    return make_plan(
+    return plan_of(
         [tile((0, plan.num_layers), (0, plan.global_batch), 0)], micro_batches=1, global_batch=plan.global_batch
     )
 

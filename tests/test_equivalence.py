@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from ranks import run_ranks
-from runs import Case, Outcome, gpt, make_plan, run_case, single, tile
+from runs import Case, Outcome, gpt, run_case, single
+from tilings import pinwheels, plan_of, rectangles, tile
 
-from whale_trainer.planning.plan import Plan, Tile
+from whale_trainer.planning.plan import Plan, Shard, Tile
 
 pytestmark = pytest.mark.ranks
 
@@ -19,20 +23,21 @@ LAYERS = 6
 """embed, four blocks, head."""
 
 
-def plan_of(*tiles: Tile, micro_batches: int = 3, global_batch: int = 12, schedule: str = "1f1b") -> Plan:
-    return make_plan(tiles, micro_batches=micro_batches, global_batch=global_batch, schedule=schedule)
+def three_of_four(*tiles: Tile, schedule: str = "1f1b") -> Plan:
+    """Three micro-batches of four samples."""
+    return plan_of(tiles, micro_batches=3, global_batch=12, schedule=schedule)
 
 
 def grid(replicas: Sequence[int], stages: Sequence[int], weights: Sequence[int], **options: Any) -> Plan:
     """Regular plan: sample shares x layer cuts x shard weights, ranks in that order."""
     tiles, rank, row = [], 0, 0
     for share in replicas:
-        for start, stop in zip(stages, stages[1:], strict=False):
+        for start, stop in pairwise(stages):
             ranks = range(rank, rank + len(weights))
-            tiles.append(tile((start, stop), (row, row + share), *ranks, weights=weights))
+            tiles.append(tile((start, stop), (row, row + share), *zip(ranks, weights, strict=True)))
             rank += len(weights)
         row += share
-    return plan_of(*tiles, **options)
+    return three_of_four(*tiles, **options)
 
 
 PLANS = {
@@ -48,23 +53,23 @@ PLANS = {
     "data x pipeline": grid([3, 1], [0, 2, 6], [1]),
     "tensor x pipeline": grid([4], [0, 4, 6], [2, 1]),
     "data x tensor x pipeline": grid([3, 1], [0, 4, 6], [2, 1]),
-    "split degree 2 against 3": plan_of(
-        tile((0, 6), (0, 3), 0, 1, weights=[2, 1]), tile((0, 6), (3, 4), 2, 3, 4, weights=[1, 1, 1])
+    "split degree 2 against 3": three_of_four(
+        tile((0, 6), (0, 3), (0, 2), (1, 1)), tile((0, 6), (3, 4), (2, 1), (3, 1), (4, 1))
     ),
-    "bridge from 2 shards to 3": plan_of(tile((0, 2), (0, 4), 0, 1, weights=[1, 2]), tile((2, 6), (0, 4), 2, 3, 4)),
-    "irregular": plan_of(
-        tile((0, 4), (0, 3), 0, 1, weights=[5, 3]),
+    "bridge from 2 shards to 3": three_of_four(tile((0, 2), (0, 4), (0, 1), (1, 2)), tile((2, 6), (0, 4), 2, 3, 4)),
+    "irregular": three_of_four(
+        tile((0, 4), (0, 3), (0, 5), (1, 3)),
         tile((0, 2), (3, 4), 2),
         tile((4, 6), (0, 2), 3),
         tile((2, 6), (3, 4), 2),
         tile((4, 6), (2, 3), 1),
     ),
-    "two tiles on a rank": plan_of(tile((0, 2), (0, 4), 0), tile((2, 4), (0, 4), 1), tile((4, 6), (0, 4), 0)),
-    "overlapping shards on a rank": plan_of(
-        tile((0, 6), (0, 2), 0, 1, weights=[5, 3]), tile((0, 6), (2, 4), 1, 0, weights=[1, 2])
+    "two tiles on a rank": three_of_four(tile((0, 2), (0, 4), 0), tile((2, 4), (0, 4), 1), tile((4, 6), (0, 4), 0)),
+    "overlapping shards on a rank": three_of_four(
+        tile((0, 6), (0, 2), (0, 5), (1, 3)), tile((0, 6), (2, 4), (1, 1), (0, 2))
     ),
-    "colocated split head": plan_of(
-        tile((0, 5), (0, 3), 0), tile((0, 5), (3, 4), 1), tile((5, 6), (0, 4), 0, 1, weights=[3, 2])
+    "colocated split head": three_of_four(
+        tile((0, 5), (0, 3), 0), tile((0, 5), (3, 4), 1), tile((5, 6), (0, 4), (0, 3), (1, 2))
     ),
 }
 
@@ -76,13 +81,17 @@ def reference() -> Any:
 
     def get(case: Case) -> Outcome:
         alone = case.under(single(case.plan))
-        key = repr((alone.model.__name__, alone.arguments, alone.batch.__name__, alone.batch_arguments, alone.batch_sizes,
-                    alone.precision, alone.lr, alone.optimizer, alone.clip, alone.evaluate, alone.plan.global_batch))  # fmt: skip
+        key = repr(replace(alone, plan=None, model=None, batch=None))  # type: ignore[arg-type]
+        key += f"{alone.plan.global_batch} {alone.model.__name__} {alone.batch.__name__}"
         if key not in known:
             known[key] = run_ranks(run_case, 1, alone)[0]
         return known[key]
 
     return get
+
+
+def assert_close(name: str, found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=tolerance, msg=lambda text: f"{name}: {text}")
 
 
 def assert_same(case: Case, expected: Outcome, *, tolerance: float = 1e-10) -> list[Outcome]:
@@ -94,13 +103,9 @@ def assert_same(case: Case, expected: Outcome, *, tolerance: float = 1e-10) -> l
     assert found.norms == pytest.approx(expected.norms, rel=tolerance)
     assert found.evaluations == pytest.approx(expected.evaluations, rel=tolerance)
     for name, gradient in expected.gradients.items():
-        torch.testing.assert_close(
-            found.gradients[name], gradient, rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
-        )
+        assert_close(name, found.gradients[name], gradient, tolerance)
     for name, weight in expected.weights.items():
-        torch.testing.assert_close(
-            found.weights[name], weight, rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
-        )
+        assert_close(name, found.weights[name], weight, tolerance)
     assert not any(o.replicas_differ for o in outcomes), "holders of the same parameter differ in a bit"
     moved = max((expected.weights[n] - expected.start[n]).abs().max().item() for n in expected.weights)
     assert moved > 100 * tolerance, "the weights did not move, so nothing was compared"
@@ -182,3 +187,43 @@ def gpt_with_frozen_embedding(**arguments: Any) -> torch.nn.Module:
         1
     ].requires_grad_(False)
     return model
+
+
+@st.composite
+def small_plans(draw: st.DrawFn) -> Plan:
+    """Tilings of 4 layers x 3 or 4 samples over 2 to 4 ranks, most of them no grid."""
+    num_ranks, height = draw(st.integers(2, 4)), draw(st.integers(3, 4))
+    shapes = draw(st.one_of(pinwheels(4, height), rectangles(4, height), rectangles(4, height)))
+    shard = st.builds(Shard, st.integers(0, num_ranks - 1), st.integers(1, 5))
+    shards = st.lists(shard, min_size=1, max_size=3, unique_by=lambda s: s.rank)
+    tiles = [Tile(*shape, tuple(draw(shards))) for shape in shapes]
+    return plan_of(
+        tiles,
+        micro_batches=2,
+        global_batch=2 * height,
+        schedule=draw(st.sampled_from(["gpipe", "1f1b"])),
+        num_ranks=num_ranks,
+    )
+
+
+def is_grid(plan: Plan) -> bool:
+    """Whether the tiles are all pairs of some layer intervals and some sample intervals."""
+    layers, samples = {t.layers for t in plan.tiles}, {t.samples for t in plan.tiles}
+    return len(plan.tiles) == len(layers) * len(samples)
+
+
+def test_random_tilings(reference: Any) -> None:
+    seen: list[Plan] = []
+
+    @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None)
+    @given(small_plans())
+    def check(plan: Plan) -> None:
+        seen.append(plan)
+        case = Case(plan, arguments={"num_layers": 2, "dropout": 0.1}, batch_sizes=(plan.global_batch, 5))
+        assert_same(case, reference(case))
+
+    check()
+    assert len(seen) >= 50
+    assert sum(not is_grid(p) for p in seen) >= len(seen) / 2
+    assert sum(any(len(set(t.weights)) > 1 for t in p.tiles) for p in seen) >= len(seen) / 3
+    assert sum(any(len(p.tiles_of(r)) > 1 for r in range(p.num_ranks)) for p in seen) >= len(seen) / 5

@@ -56,8 +56,14 @@ class _GatherLastDim(torch.autograd.Function):
 
 
 def copy_to_group(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """`x` itself, about to be used by differing parts of a layer: its gradient is the sum over the group's parts."""
-    return _CopyToGroup.apply(x, group) if x.requires_grad else x
+    """`x` itself, about to be used by differing parts of a layer: its gradient is the sum over the group's parts.
+
+    The ranks of the group must agree on whether they meet in the backward pass. One whose `x` needs no gradient (another
+    rank trains the uncut layers before it) takes part all the same.
+    """
+    if torch.is_grad_enabled() and not x.requires_grad:
+        x = x.detach().requires_grad_()
+    return _CopyToGroup.apply(x, group)
 
 
 def sum_over_group(x: Tensor, group: dist.ProcessGroup) -> Tensor:

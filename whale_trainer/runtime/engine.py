@@ -27,7 +27,7 @@ from whale_trainer.planning.schedule import messages as bridge_messages
 from whale_trainer.planning.shares import Interval
 from whale_trainer.runtime.bridge import Bridges
 from whale_trainer.runtime.dropout import DropoutState
-from whale_trainer.runtime.executor import Executor, _Run
+from whale_trainer.runtime.executor import Executor, Pass
 from whale_trainer.runtime.gradients import GradientSums
 from whale_trainer.runtime.mesh import Mesh
 from whale_trainer.runtime.precision import Precision
@@ -156,7 +156,7 @@ class Engine:
         self.sums.settle(untouched)
         run = self._executor.run(
             program,
-            _Run(batch.size, batch.rows, batch.samples, step, True, self.precision.loss_scale / planned, finals),
+            Pass(batch.size, batch.rows, batch.samples, step, True, self.precision.loss_scale / planned, finals),
         )
         self.sums.finish()
         totals = self._totals(run, self.sums.owned_square_sum())
@@ -204,17 +204,17 @@ class Engine:
         dist.broadcast(out, src=source)
         return out
 
-    def _forward_only(self, batch: Any, *, keep_results: bool) -> _Run:
+    def _forward_only(self, batch: Any, *, keep_results: bool) -> Pass:
         self._train(False)
         program, _, _ = self._program(batch.size, False)
-        run = _Run(batch.size, batch.rows, batch.samples, 0, False, 1.0, {}, keep_results=keep_results)
+        run = Pass(batch.size, batch.rows, batch.samples, 0, False, 1.0, {}, keep_results=keep_results)
         return self._executor.run(program, run)
 
     def _train(self, mode: bool) -> None:
         for tile in self.tiles.values():
             tile.train(mode)
 
-    def _totals(self, run: _Run, *more: Tensor) -> Tensor:
+    def _totals(self, run: Pass, *more: Tensor) -> Tensor:
         """float64 [loss sum, count, *more] over all ranks."""
         values = torch.zeros(2 + len(more), dtype=torch.float64, device=self.device)
         for loss_sum, count in run.totals:

@@ -46,8 +46,8 @@ def slice_samples(samples: Any, rows: tuple[int, ...], wanted: Interval) -> Any:
 
 
 @dataclass
-class _Run:
-    """What one pass through a schedule keeps."""
+class Pass:
+    """One pass through a schedule: its batch, and what is in flight."""
 
     batch_size: int
     rows: tuple[int, ...]
@@ -99,13 +99,13 @@ class Executor:
         self._device = device
         self._trace = trace
         self._output_layouts: dict[tuple[int, bool], Layout] = {}
-        self._handlers: dict[type, Callable[[Any, _Run], None]] = {
+        self._handlers: dict[type, Callable[[Any, Pass], None]] = {
             Receive: self._receive,
             Compute: self._compute,
             Send: self._send,
         }
 
-    def run(self, program: Iterable[Instruction], run: _Run) -> _Run:
+    def run(self, program: Iterable[Instruction], run: Pass) -> Pass:
         """Execute the program; afterwards nothing of this rank is under way."""
         handlers = self._handlers
         with nullcontext() if run.training else torch.no_grad():
@@ -116,7 +116,7 @@ class Executor:
 
     # --- receive -----------------------------------------------------------------------------------------------------
 
-    def _receive(self, instruction: Receive, run: _Run) -> None:
+    def _receive(self, instruction: Receive, run: Pass) -> None:
         message = instruction.message
         arrival = run.arrivals[message] = Arrival(message)
         queue = run.waiting.setdefault((message.source_rank, message.target_rank), deque())
@@ -124,12 +124,12 @@ class Executor:
         while queue and self._layout(queue[0].message, run) is not None:
             self._post(queue.popleft(), run)
 
-    def _layout(self, message: Message, run: _Run) -> Layout | None:
+    def _layout(self, message: Message, run: Pass) -> Layout | None:
         if message.op is Op.FORWARD:
             return self._bridges.layout(message, run.training)
         return self._output_layouts.get((message.target_tile, run.training))
 
-    def _post(self, arrival: Arrival, run: _Run) -> None:
+    def _post(self, arrival: Arrival, run: Pass) -> None:
         message = arrival.message
         layout = self._layout(message, run)
         assert layout is not None
@@ -138,7 +138,7 @@ class Executor:
         arrival.targets = [b[part] for b in buffers if b is not None]
         self._bridges.post(arrival)
 
-    def _buffer(self, tile: int, micro_batch: int, op: Op, layout: Layout, run: _Run) -> list[Tensor | None]:
+    def _buffer(self, tile: int, micro_batch: int, op: Op, layout: Layout, run: Pass) -> list[Tensor | None]:
         """Input of a forward action, or gradient of its output (then only where a gradient travels)."""
         key = (tile, micro_batch, op)
         if key not in run.buffers:
@@ -148,12 +148,12 @@ class Executor:
             run.buffers[key] = buffers
         return run.buffers[key]
 
-    def _part(self, tile: int, message: Message, run: _Run) -> slice:
+    def _part(self, tile: int, message: Message, run: Pass) -> slice:
         """Where the message's samples are among the rows of `tile`."""
         rows = self._plan.rows(tile, message.micro_batch, run.batch_size)
         return slice(message.rows.start - rows.start, message.rows.stop - rows.start)
 
-    def _wait(self, message: Message, run: _Run) -> None:
+    def _wait(self, message: Message, run: Pass) -> None:
         queue = run.waiting[message.source_rank, message.target_rank]
         arrival = run.arrivals.pop(message)
         while arrival.targets is None:
@@ -165,7 +165,7 @@ class Executor:
         for work in arrival.works:
             work.wait()
 
-    def _collect(self, action: Action, inputs: tuple[Message, ...], run: _Run) -> list[Tensor | None]:
+    def _collect(self, action: Action, inputs: tuple[Message, ...], run: Pass) -> list[Tensor | None]:
         """What the bridges bring for an action, put together along the samples."""
         rows = self._plan.rows(action.tile, action.micro_batch, run.batch_size)
         if len(inputs) == 1 and inputs[0].source_rank == inputs[0].target_rank and inputs[0].rows == rows:
@@ -186,14 +186,14 @@ class Executor:
 
     # --- compute -----------------------------------------------------------------------------------------------------
 
-    def _compute(self, instruction: Compute, run: _Run) -> None:
+    def _compute(self, instruction: Compute, run: Pass) -> None:
         with self._trace.span(str(instruction.action)) if self._trace else nullcontext():
             if instruction.action.op is Op.FORWARD:
                 self._forward(instruction, run)
             else:
                 self._backward(instruction, run)
 
-    def _forward(self, instruction: Compute, run: _Run) -> None:
+    def _forward(self, instruction: Compute, run: Pass) -> None:
         action = instruction.action
         tile = self._plan.tiles[action.tile]
         rows = self._plan.rows(action.tile, action.micro_batch, run.batch_size)
@@ -225,7 +225,7 @@ class Executor:
             run.saved[action.tile, action.micro_batch] = (inputs, outputs)
 
     def _bring_in(
-        self, action: Action, messages: tuple[Message, ...], run: _Run
+        self, action: Action, messages: tuple[Message, ...], run: Pass
     ) -> tuple[Boundary, list[Tensor | None]]:
         tensors = self._collect(action, messages, run)
         layout = self._layout(messages[0], run)
@@ -237,7 +237,7 @@ class Executor:
                 tensors[position] = tensor.detach().requires_grad_()
         return layout.pack(tensors), [tensors[i] for i in layout.with_gradient]
 
-    def _hand_on(self, instruction: Compute, out: Boundary, run: _Run) -> None:
+    def _hand_on(self, instruction: Compute, out: Boundary, run: Pass) -> None:
         """Keep the output of a forward action for its messages."""
         layout = Layout.of(out)
         self._output_layouts[instruction.action.tile, run.training] = layout
@@ -250,7 +250,7 @@ class Executor:
             else:
                 run.outgoing[message] = (tensors, layout)
 
-    def _backward(self, instruction: Compute, run: _Run) -> None:
+    def _backward(self, instruction: Compute, run: Pass) -> None:
         action = instruction.action
         inputs, outputs = run.saved.pop((action.tile, action.micro_batch))
         grads: list[Tensor | None] | None = None
@@ -273,6 +273,6 @@ class Executor:
 
     # --- send --------------------------------------------------------------------------------------------------------
 
-    def _send(self, instruction: Send, run: _Run) -> None:
+    def _send(self, instruction: Send, run: Pass) -> None:
         tensors, layout = run.outgoing.pop(instruction.message)
         self._bridges.send(instruction.message, tensors, layout, run.training)
