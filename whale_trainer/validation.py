@@ -53,6 +53,12 @@ def did_you_mean(word: object, allowed: Sequence[str]) -> str:
     return f"did you mean {guess}? (allowed: {choices})" if guess else f"allowed: {choices}"
 
 
+def counted(number: int, noun: str) -> str:
+    """`1 layer`, `3 layers`, `2 micro-batches`."""
+    ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"
+    return f"{number} {noun}{ending}"
+
+
 def refusal(message: str) -> PydanticCustomError:
     """An error for validators to raise; its text reaches the user as it stands."""
     return PydanticCustomError("refused", "{text}", {"text": message})
@@ -92,6 +98,8 @@ def _message(detail: ErrorDetails, model: type[BaseModel], location: tuple[int |
         return f"is missing{allowed}"
     if kind in ("literal_error", "enum"):
         return f"{value!r} is not allowed; {did_you_mean(value, _choices(field) or _expected(context))}"
+    if kind == "string_pattern_mismatch":
+        return f"{value!r} has another form{allowed}"
     if kind in ("too_short", "string_too_short"):
         return f"is empty{allowed}"
     if kind == "finite_number":

@@ -12,6 +12,7 @@ from whale_trainer.planning.load import tile_depths
 from whale_trainer.planning.pieces import BUCKET_BYTES
 from whale_trainer.planning.plan import Plan, PlannedDevice, Tile
 from whale_trainer.planning.shares import Interval, cut_elements
+from whale_trainer.validation import counted
 
 CONTEXT_BYTES = GIB // 2
 """What the CUDA context and its libraries take on each GPU before the first tensor."""
@@ -98,7 +99,8 @@ def check_memory(plan: Plan, items: Sequence[MemoryItems], usable: Sequence[int]
     lines = [
         f"the plan does not fit: rank {worst} ({device.kind} on {device.node}) needs {size(items[worst].total)}, "
         f"{size(usable[worst])} of its {size(device.memory_bytes)} can be used.",
-        f"  {len(tile.layers)} layers of {len(tile.samples)} samples, {flying} micro-batches in flight: {biggest}.",
+        f"  {counted(len(tile.layers), 'layer')} of {counted(len(tile.samples), 'sample')}, "
+        f"{counted(flying, 'micro-batch')} in flight: {biggest}.",
     ]
     others = [r for r in over if r != worst]
     if others:
@@ -120,10 +122,9 @@ def _remedy(items: MemoryItems) -> str:
 
 
 def size(num_bytes: float) -> str:
-    """`12.3 GiB`, `40.0 MiB`, `512 B`."""
-    value = float(num_bytes)
-    for unit in ("B", "KiB", "MiB"):
-        if value < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} GiB"
+    """`12.3 GiB`, `40 MiB`, `512 B`."""
+    value, unit = float(num_bytes), "B"
+    for larger in ("KiB", "MiB", "GiB"):
+        if value >= 1024:
+            value, unit = value / 1024, larger
+    return f"{value:.1f}".removesuffix(".0") + f" {unit}"

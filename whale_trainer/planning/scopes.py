@@ -11,7 +11,7 @@ from whale_trainer.errors import ConfigError, Problem
 from whale_trainer.model_spec import ModelSpec
 from whale_trainer.planning.shares import Interval
 from whale_trainer.planning.strategy import Degrees, Scope, StrategySpec
-from whale_trainer.validation import nearest
+from whale_trainer.validation import counted, nearest
 
 DEFAULT = -1
 """Index of the scope that `strategy.default` stands for."""
@@ -120,14 +120,15 @@ def _check(section: Section, sections: tuple[Section, ...], model: ModelSpec) ->
                 )
                 problems.append(Problem(f"{section.path}.{key}", message))
         return problems
-    if stages > 1 and sum(s.scope == section.scope for s in sections) > 1:
-        message = (
-            f"{stages} stages need consecutive layers, but other scopes stand between {listing(names)} and the rest"
-        )
-        problems.append(Problem(f"{section.path}.stages", message))
+    runs = [s for s in sections if s.scope == section.scope]
+    if stages > 1 and len(runs) > 1:
+        where = f"other scopes stand between {listing(names)} and the rest"
+        if section is runs[0]:
+            problems.append(Problem(f"{section.path}.stages", f"{stages} stages need consecutive layers, but {where}"))
     elif stages > len(names):
+        most = counted(len(names), "stage")
         message = (
-            f"{stages} stages, but the scope has {len(names)} layers ({listing(names)}): at most {len(names)} stages"
+            f"{stages} stages, but the scope has {counted(len(names), 'layer')} ({listing(names)}): at most {most}"
         )
         problems.append(Problem(f"{section.path}.stages", message))
     return problems + _check_split(section, split, model)
@@ -143,12 +144,11 @@ def _check_split(section: Section, split: int, model: ModelSpec) -> list[Problem
         message = f"{split} shards, but no layer of {listing(names)} declares a dim that may be cut (tensor_split)"
         return [Problem(path, message)]
     problems = []
+    most = counted(most_shards(section, model), "shard")
     for dim in dims:
         if dim.units < split:
             where = next(layer.name for layer in model.layers[slice(*section.layers)] if dim in layer.split_dims)
-            message = (
-                f"{split} shards, but {where} has {dim.units} {dim.name}: at most {most_shards(section, model)} shards"
-            )
+            message = f"{split} shards, but {where} has {dim.units} {dim.name}: at most {most}"
             problems.append(Problem(path, message))
     return problems
 

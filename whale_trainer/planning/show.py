@@ -11,6 +11,7 @@ from whale_trainer.planning.memory import size
 from whale_trainer.planning.picture import drawing
 from whale_trainer.planning.plan import Plan, PlannedDevice
 from whale_trainer.planning.shares import cut_units
+from whale_trainer.validation import counted
 
 MOST_RANKS = 64
 """Rows of the table; alike ranks of larger plans are left out and counted."""
@@ -23,16 +24,19 @@ class DeviceRow:
     device: PlannedDevice
     tiles: tuple[int, ...]
     layers: str
+    layer_range: str
     samples: str
     shards: str
     """Units of each cut dim, such as `4/6 heads, 256/384 columns`; empty when nothing is cut."""
+    weights: str
+    """Its weight of all weights of its tiles, such as `5/8`; empty when nothing is cut."""
     work: float
     """Part of the FLOPs of a step, from 0 to 1."""
 
     @property
     def memory(self) -> str:
         planned = self.device.planned_memory_bytes
-        return f"{'?' if planned is None else size(planned)} / {size(self.device.memory_bytes)}"
+        return f"{'?' if planned is None else size(planned)}/{size(self.device.memory_bytes)}"
 
     @property
     def cells(self) -> tuple[str, ...]:
@@ -50,8 +54,15 @@ class DeviceRow:
             self.memory,
         )
 
+    @property
+    def narrow_cells(self) -> tuple[str, ...]:
+        """The same with indices for layer names and weights for units, to fit 80 characters."""
+        cells = list(self.cells)
+        cells[4], cells[6] = self.layer_range, self.weights
+        return tuple(cells)
 
-HEADINGS = ("rank", "device", "node", "tile", "layers", "samples", "shard", "work", "memory planned / of")
+
+HEADINGS = ("rank", "device", "node", "tile", "layers", "samples", "shard", "work", "memory")
 
 
 def device_rows(plan: Plan, model: ModelSpec) -> tuple[DeviceRow, ...]:
@@ -70,8 +81,10 @@ def device_rows(plan: Plan, model: ModelSpec) -> tuple[DeviceRow, ...]:
                 device,
                 tuple(tiles),
                 " + ".join(_span(plan, t.layers.start, t.layers.stop) for t in parts),
+                "+".join(f"{t.layers.start}-{t.layers.stop}" for t in parts),
                 " + ".join(f"{len(t.samples)}/{plan.micro_batch_size}" for t in parts),
                 " + ".join(filter(None, (_units(plan, model, i, device.rank) for i in tiles))),
+                "+".join(f"{t.weights[t.shard_of(device.rank)]}/{sum(t.weights)}" for t in parts if len(t.shards) > 1),
                 flops[device.rank] / total,
             )
         )
@@ -94,9 +107,8 @@ def _units(plan: Plan, model: ModelSpec, tile_index: int, rank: int) -> str:
 
 def title(plan: Plan) -> str:
     """The plan in one line."""
-    ranks = "1 rank" if plan.num_ranks == 1 else f"{plan.num_ranks} ranks"
-    batches = "1 micro-batch" if plan.micro_batches == 1 else f"{plan.micro_batches} micro-batches"
-    tiles = "1 tile" if len(plan.tiles) == 1 else f"{len(plan.tiles)} tiles"
+    ranks, tiles = counted(plan.num_ranks, "rank"), counted(len(plan.tiles), "tile")
+    batches = counted(plan.micro_batches, "micro-batch")
     return (
         f"plan {plan.fingerprint[:8]}: {ranks}, {tiles}; global batch {plan.global_batch} in {batches} "
         f"of {plan.micro_batch_size}; schedule {plan.schedule}"

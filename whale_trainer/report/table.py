@@ -15,8 +15,6 @@ from whale_trainer.planning.show import HEADINGS, MOST_RANKS, device_rows, title
 
 COLOURS = ("cyan", "yellow", "magenta", "green", "blue", "red")
 """By device kind, in order of first appearance."""
-KEPT_WHOLE = ("rank", "device", "node", "tile", "samples", "work")
-"""Columns that a narrow terminal does not break; the others wrap."""
 
 
 def kind_styles(plan: Plan) -> dict[str, Style]:
@@ -30,12 +28,13 @@ def plan_table(plan: Plan, model: ModelSpec) -> Group:
     styles = kind_styles(plan)
     rows = device_rows(plan, model)
     shown = [i for i in range(len(HEADINGS)) if any(row.cells[i] for row in rows)]
-    table = Table(title=title(plan), title_justify="left", header_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+    table = Table(
+        title=title(plan), title_justify="left", header_style="bold", box=SIMPLE_HEAD, padding=0, pad_edge=False
+    )
     for i in shown:
-        is_number = HEADINGS[i] in ("rank", "work")
-        table.add_column(HEADINGS[i], justify="right" if is_number else "left", no_wrap=HEADINGS[i] in KEPT_WHOLE)
+        table.add_column(HEADINGS[i], justify="right" if HEADINGS[i] in ("rank", "work") else "left", no_wrap=True)
     for row in rows[:MOST_RANKS]:
-        table.add_row(*(row.cells[i] for i in shown), style=styles[row.device.kind])
+        table.add_row(*(row.narrow_cells[i] for i in shown), style=styles[row.device.kind])
     if len(rows) > MOST_RANKS:
         table.caption = f"… and {len(rows) - MOST_RANKS} more ranks"
     parts: list[Table | Text] = [table, Text(drawing(plan), no_wrap=True, overflow="crop")]
