@@ -114,7 +114,7 @@ def assert_same(case: Case, expected: Outcome, *, tolerance: float = 1e-10) -> l
 
 @pytest.mark.parametrize("name", PLANS)
 def test_plan_equals_one_process(name: str, reference: Any) -> None:
-    # full batch, a short last batch that leaves micro-batches empty, one sample; validation of 3 and of more than a batch
+    # full batch, a short last batch that leaves micro-batches empty, one sample; validation of 3 and of over a batch
     case = Case(PLANS[name], batch_sizes=(12, 7, 1), evaluate=(3, 1, 17), arguments={"dropout": 0.2})
     assert_same(case, reference(case))
 
@@ -215,7 +215,7 @@ def is_grid(plan: Plan) -> bool:
 def test_random_tilings(reference: Any) -> None:
     seen: list[Plan] = []
 
-    @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None)
+    @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
     @given(small_plans())
     def check(plan: Plan) -> None:
         seen.append(plan)

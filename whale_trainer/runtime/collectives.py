@@ -58,8 +58,8 @@ class _GatherLastDim(torch.autograd.Function):
 def copy_to_group(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """`x` itself, about to be used by differing parts of a layer: its gradient is the sum over the group's parts.
 
-    The ranks of the group must agree on whether they meet in the backward pass. One whose `x` needs no gradient (another
-    rank trains the uncut layers before it) takes part all the same.
+    The ranks of the group must agree on whether they meet in the backward pass. One whose `x` needs no gradient
+    (another rank trains the uncut layers before it) takes part all the same.
     """
     if torch.is_grad_enabled() and not x.requires_grad:
         x = x.detach().requires_grad_()

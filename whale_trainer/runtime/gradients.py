@@ -131,16 +131,17 @@ class GradientSums:
         for bucket in self._in_buckets.get(id(parameter), ()):
             bucket.pending.discard(id(parameter))
         while self._may_start and self._next < len(self._buckets) and not self._buckets[self._next].pending:
-            self._start(self._buckets[self._next])
+            self._start(self._next)
             self._next += 1
 
-    def _start(self, bucket: _LiveBucket) -> None:
+    def _start(self, index: int) -> None:
+        bucket = self._buckets[index]
         for slot in bucket.slots:
             if slot.outside is not None:
                 slot.place.copy_(self._home[id(slot.parameter)].narrow(*slot.outside))
         if self._trace is not None:
             now = time.perf_counter()
-            self._trace.add(f"SUM{self._buckets.index(bucket)}", now, now)
+            self._trace.add(f"SUM{index}", now, now)
         bucket.work = dist.all_reduce(bucket.flat, group=bucket.group, async_op=True)
 
     def finish(self) -> None:

@@ -1,7 +1,7 @@
 """Process groups of a plan, made once, by all ranks, in one fixed order.
 
-Tensor groups and gradient sums have communicators of their own even where their ranks are the same: a sum may start at any
-time within a backward pass. Every communicator that a run will use exists before its first step, so no
+Tensor groups and gradient sums have communicators of their own even where their ranks are the same: a sum may start
+at any time within a backward pass. Every communicator that a run will use exists before its first step, so no
 rank waits in the making of a group that another rank makes later.
 """
 
@@ -29,7 +29,7 @@ class Mesh:
         sum_groups: Iterable[tuple[int, ...]] = (),
         edges: Iterable[tuple[int, int]] = (),
     ) -> None:
-        """Ranks of the tiles with several shards and of the gradient sums; (source, target) pairs that send messages."""
+        """Ranks of split tiles and of gradient sums; (source, target) pairs that send messages."""
         self.plan = plan
         self.rank = rank
         self.device = device
