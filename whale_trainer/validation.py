@@ -79,9 +79,8 @@ def problems_of(error: ValidationError, prefix: str, model: type[BaseModel]) -> 
         if detail["type"] == "too_short" and detail["input"]:
             continue  # pydantic's echo of items that have errors of their own
         location = tuple(step for step in detail["loc"] if step != "[key]")
-        found[Problem(yaml_path(prefix, _without_union_tags(model, location)), _message(detail, model, location))] = (
-            None
-        )
+        path = _without_union_tags(model, location, is_unknown=detail["type"] == "extra_forbidden")
+        found[Problem(yaml_path(prefix, path), _message(detail, model, location))] = None
     return list(found)
 
 
@@ -108,7 +107,7 @@ def _message(detail: ErrorDetails, model: type[BaseModel], location: tuple[int |
         if bound in context:
             return f"{value!r} is {words} {context[bound]:g}{allowed}"
     for name, noun in _NOUNS.items():
-        if kind.startswith(f"{name}_"):
+        if kind.startswith(f"{name}_") and kind.endswith(("_type", "_parsing", "_from_float", "_of")):
             return f"{value!r} is not {noun}{allowed}"
     return f"{value!r}: {detail['msg'][0].lower()}{detail['msg'][1:]}{allowed}"
 
@@ -170,19 +169,19 @@ def _model_at(model: type[BaseModel], location: Sequence[int | str]) -> type[Bas
     return None
 
 
-def _without_union_tags(model: type[BaseModel], location: Sequence[int | str]) -> tuple[int | str, ...]:
-    """The path as it stands in YAML: pydantic adds the names of a union's members to its own."""
+def _without_union_tags(
+    model: type[BaseModel], location: Sequence[int | str], *, is_unknown: bool = False
+) -> tuple[int | str, ...]:
+    """The path as it stands in YAML: pydantic adds the names of a union's members to its own.
+
+    `is_unknown`: the last step is a key that the model does not have, and is kept.
+    """
     path: list[int | str] = []
     fields = [FieldInfo.from_annotation(model)]
     for position, step in enumerate(location):
         following = _step(fields, step)
-        is_unknown_key = position == len(location) - 1 and any(_is_mapping(f) for f in fields)
-        if following or is_unknown_key:
+        if following or (is_unknown and position == len(location) - 1):
             is_position = any(get_origin(a) in (tuple, list) for f in fields for a in _unfold(f.annotation))
             path.append(step if is_position else str(step))
             fields = following
     return tuple(path)
-
-
-def _is_mapping(field: FieldInfo) -> bool:
-    return any(isinstance(a, type) and issubclass(a, BaseModel) for a in _unfold(field.annotation))

@@ -220,6 +220,15 @@ def test_kv_heads_may_be_fewer_than_shards() -> None:
     assert plan.tiles[0].weights == (2, 1)
 
 
+def test_several_degrees_may_be_left_to_the_planner() -> None:
+    strategy = scopes({"layers": "*", "replicate": "auto", "split": "auto"})
+    roomy = build_plan(gpt_spec(), cpu_cluster([1] * 4), strategy, global_batch=8)
+    assert roomy.is_replicated_only
+    few = build_plan(gpt_spec(), cpu_cluster([1] * 4), strategy, global_batch=2)
+    assert [len(t.shards) for t in few.tiles] == [2, 2]
+    assert any("auto became replicate 2, split 2" in note for note in few.notes)
+
+
 # ---- memory ----
 
 

@@ -87,6 +87,9 @@ def test_the_rich_table_fits_80_characters_and_colours_by_kind() -> None:
     rows = [line for line in plain.getvalue().splitlines() if "P100-PCIE-16GB" in line]
     assert len(rows) == 4
     assert all("/16 GiB" in row and "…" not in row for row in rows)
+    single = build_plan(gpt_spec(), cluster, preset("single"), global_batch=32)
+    Console(file=plain, width=80).print(plan_table(single, gpt_spec()))
+    assert "left out: 3 x V100-SXM2-32GB on volta, 4 x P100-PCIE-16GB on pascal" in plain.getvalue()
     assert list(kind_styles(plan)) == ["V100-SXM2-32GB", "P100-PCIE-16GB"]
 
 

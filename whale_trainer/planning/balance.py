@@ -72,6 +72,8 @@ def allot(units: int, costs: Sequence[Callable[[int], float]], *, minimum: int =
     """
     if units < minimum * len(costs) or any(cost(minimum) == inf for cost in costs if minimum):
         return None
+    if len(costs) == 1:
+        return None if costs[0](units) == inf else [units]
     shares = [minimum] * len(costs)
     queue = [(cost(minimum + 1), index) for index, cost in enumerate(costs)]
     heapq.heapify(queue)

@@ -137,9 +137,6 @@ class TileCosts:
         self._state = [_prefix(x) for x in state]
         self._gradients = [_prefix(x) for x in gradients]
 
-    def flops(self, start: int, stop: int, shard: int) -> float:
-        return self._flops[shard][stop] - self._flops[shard][start]
-
     def slowest(self, start: int, stop: int, speeds: tuple[float, ...]) -> float:
         """Seconds that one sample takes on the shard that takes longest."""
         return max((p[stop] - p[start]) / speed for p, speed in zip(self._flops, speeds, strict=True))

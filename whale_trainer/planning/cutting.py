@@ -1,8 +1,9 @@
 """Cutting consecutive layers into stages for groups of devices, in the order and at the places that are best.
 
 The search is exact: over all orders of the groups and all cuts, the slowest stage takes as little time as the devices'
-memory allows. A state is how many groups of each type are used up; all that matters of it is how far the layers reach.
-With very many states the groups keep the order of their types, and only the cuts are searched.
+memory allows. A state is how many groups of each type are used up; each state keeps the layers at which it can end (not
+the furthest only: a slow group may be unable to take the layer that comes next). With very many states the groups keep
+the order of their types, and only the cuts are searched.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from typing import NamedTuple
 from whale_trainer.planning.costs import TileCosts
 from whale_trainer.planning.shares import Interval
 
-MOST_STATES = 3000
+MOST_STATES = 300
+"""States up to which all orders of the groups are searched; 8 + 8 devices of two kinds have 81."""
 
 
 class Chain(NamedTuple):
@@ -48,6 +50,9 @@ class StageTable:
         """Seconds of one sample, forward and backward, on the group's slowest device."""
         return self._rows[layers.start - self.layers.start][len(layers) - 1]
 
+    def fits(self, layers: Interval, samples: int, in_flight: int) -> bool:
+        return self.free is None or self.costs.fits(layers.start, layers.stop, self.free, samples, in_flight)
+
     def limit(self, start: int, samples: int, in_flight: int) -> int:
         """The furthest layer up to which a stage from `start` fits in memory; `start` when nothing does."""
         if self.free is None:
@@ -57,7 +62,7 @@ class StageTable:
             low, high = start, self.layers.stop
             while low < high:
                 middle = (low + high + 1) // 2
-                if self.costs.fits(start, middle, self.free, samples, in_flight):
+                if self.fits(Interval(start, middle), samples, in_flight):
                     low = middle
                 else:
                     high = middle - 1
@@ -100,51 +105,58 @@ class Cutting:
 
     def _within(self, limit_s: float) -> Chain | None:
         """Some chain whose stages all take at most `limit_s`."""
+        frontiers = self._frontiers(limit_s)
+        at = self.layers.stop
+        if at not in frontiers[-1].get(self.counts, ()):
+            return None
+        state, order, layers = self.counts, list[int](), list[Interval]()
+        for position in reversed(range(len(frontiers) - 1)):
+            state, kind, before = self._step_back(frontiers[position], state, at, position, limit_s)
+            order.append(kind)
+            layers.append(Interval(before, at))
+            at = before
+        order.reverse()
+        layers.reverse()
+        slowest = max(self.tables[kind].time(part) for kind, part in zip(order, layers, strict=True))
+        return Chain(tuple(order), tuple(layers), slowest)
+
+    def _frontiers(self, limit_s: float) -> list[dict[tuple[int, ...], set[int]]]:
+        """For each number of stages, the layers at which they can end, by the groups that they use up."""
         num_stages = sum(self.counts)
         is_ordered = prod(count + 1 for count in self.counts) > MOST_STATES
-        start, stop = self.layers
-        origin = tuple(0 for _ in self.counts)
-        frontier = {origin: start}
-        came: dict[tuple[int, ...], int] = {}
+        frontiers = [{tuple(0 for _ in self.counts): {self.layers.start}}]
         for position in range(num_stages):
-            following: dict[tuple[int, ...], int] = {}
-            for used, at in frontier.items():
+            following: dict[tuple[int, ...], set[int]] = {}
+            last = self.layers.stop - (num_stages - 1 - position)
+            for used, ends in frontiers[-1].items():
                 for kind, table in enumerate(self.tables):
                     if used[kind] == self.counts[kind]:
                         continue
-                    to = table.reach(at, limit_s, self.samples, self.in_flight(position))
-                    to = min(to, stop - (num_stages - 1 - position))
                     state = (*used[:kind], used[kind] + 1, *used[kind + 1 :])
-                    if to > at and to > following.get(state, start):
-                        following[state], came[state] = to, kind
+                    found = following.setdefault(state, set())
+                    for at in ends:
+                        to = table.reach(at, limit_s, self.samples, self.in_flight(position))
+                        found.update(range(at + 1, min(to, last) + 1))
                     if is_ordered:
                         break
-            frontier = following
-        if frontier.get(self.counts) != stop:
-            return None
-        order = []
-        state = self.counts
-        while state != origin:
-            kind = came[state]
-            order.append(kind)
-            state = (*state[:kind], state[kind] - 1, *state[kind + 1 :])
-        return self._chain(tuple(reversed(order)), limit_s)
+            frontiers.append(following)
+        return frontiers
 
-    def _chain(self, order: tuple[int, ...], limit_s: float) -> Chain:
-        """The cuts that go as far as they may, stage by stage."""
-        at, stop = self.layers
-        layers = []
-        for position, kind in enumerate(order):
-            to = self.tables[kind].reach(at, limit_s, self.samples, self.in_flight(position))
-            layers.append(Interval(at, min(to, stop - (len(order) - 1 - position))))
-            at = layers[-1].stop
-        slowest = max(self.tables[kind].time(part) for kind, part in zip(order, layers, strict=True))
-        return Chain(order, tuple(layers), slowest)
+    def _step_back(
+        self, frontier: dict[tuple[int, ...], set[int]], state: tuple[int, ...], at: int, position: int, limit_s: float
+    ) -> tuple[tuple[int, ...], int, int]:
+        """The last stage of a chain that ends at layer `at`: the state before it, its type, and where it starts."""
+        for kind, table in enumerate(self.tables):
+            before = (*state[:kind], state[kind] - 1, *state[kind + 1 :])
+            for start in sorted(frontier.get(before, ())):
+                if start < at <= table.reach(start, limit_s, self.samples, self.in_flight(position)):
+                    return before, kind, start
+        raise AssertionError("a frontier without a way back")
 
     def fits(self, chain: Chain) -> bool:
         """Whether the chain's stages fit in memory with this number of samples."""
         return all(
-            self.tables[kind].limit(part.start, self.samples, self.in_flight(position)) >= part.stop
+            self.tables[kind].fits(part, self.samples, self.in_flight(position))
             for position, (kind, part) in enumerate(zip(chain.order, chain.layers, strict=True))
         )
 

@@ -40,14 +40,25 @@ def rank_memory(plan: Plan, costs: CostModel) -> tuple[MemoryItems, ...]:
     for index, tile in enumerate(plan.tiles):
         for rank in tile.ranks:
             held[rank].append(index)
-    return tuple(_one_rank(plan, costs, rank, tiles, flying) for rank, tiles in enumerate(held))
+    known: dict[tuple[object, ...], MemoryItems] = {}
+    found = []
+    for rank, indices in enumerate(held):
+        tiles = [plan.tiles[i] for i in indices]
+        counts = [flying[i] for i in indices]
+        # ranks that do the same need the same; large plans have few different ones
+        key = tuple(
+            (t.layers, len(t.samples), t.weights, t.shard_of(rank), n) for t, n in zip(tiles, counts, strict=True)
+        )
+        if key not in known:
+            known[key] = _one_rank(tiles, counts, costs, rank)
+        found.append(known[key])
+    return tuple(found)
 
 
-def _one_rank(plan: Plan, costs: CostModel, rank: int, indices: Sequence[int], flying: Sequence[int]) -> MemoryItems:
-    tiles = [plan.tiles[i] for i in indices]
+def _one_rank(tiles: Sequence[Tile], flying: Sequence[int], costs: CostModel, rank: int) -> MemoryItems:
     items = _state(tiles, costs, rank)
     activations = buffers = 0.0
-    for tile, count in zip(tiles, (flying[i] for i in indices), strict=True):
+    for tile, count in zip(tiles, flying, strict=True):
         shard, samples = tile.shard_of(rank), len(tile.samples)
         each = sum(shard_activations(x, tile.weights, shard) for x in costs.model.layers[slice(*tile.layers)])
         activations += each * costs.precision.activation_factor * samples * count

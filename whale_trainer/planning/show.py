@@ -124,8 +124,8 @@ def plan_text(plan: Plan, model: ModelSpec) -> str:
     lines += ["", drawing(plan)]
     if plan.left_out:
         names = dict.fromkeys(plan.left_out)
-        counted = ", ".join(f"{plan.left_out.count(name)} x {name}" for name in names)
-        lines += ["", f"left out: {counted}"]
+        listed = ", ".join(f"{plan.left_out.count(name)} x {name}" for name in names)
+        lines += ["", f"left out: {listed}"]
     if plan.notes:
         lines += ["", *(f"- {note}" for note in plan.notes)]
     return "\n".join(line.rstrip() for line in lines) + "\n"

@@ -39,7 +39,7 @@ def plan_table(plan: Plan, model: ModelSpec) -> Group:
         table.caption = f"… and {len(rows) - MOST_RANKS} more ranks"
     parts: list[Table | Text] = [table, Text(drawing(plan), no_wrap=True, overflow="crop")]
     if plan.left_out:
-        counted = ", ".join(f"{plan.left_out.count(name)} x {name}" for name in dict.fromkeys(plan.left_out))
-        parts.append(Text(f"left out: {counted}", style="dim"))
+        listed = ", ".join(f"{plan.left_out.count(name)} x {name}" for name in dict.fromkeys(plan.left_out))
+        parts.append(Text(f"left out: {listed}", style="dim"))
     parts += [Text(f"- {note}", style="dim") for note in plan.notes]
     return Group(*parts)
