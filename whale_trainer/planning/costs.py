@@ -113,49 +113,58 @@ def shard_activations(layer: LayerSpec, weights: tuple[int, ...], shard: int) ->
     return layer.activation_bytes * (UNCUT_ACTIVATIONS + (1 - UNCUT_ACTIVATIONS) * layer_part(layer, weights, shard))
 
 
-class TileCosts:
-    """Prefix sums over the layers for one tuple of shard weights."""
+class ShardCosts:
+    """Prefix sums over the layers for one shard of a tile."""
 
-    def __init__(self, costs: CostModel, weights: tuple[int, ...]) -> None:
-        self.costs, self.weights = costs, weights
+    def __init__(self, costs: CostModel, weights: tuple[int, ...], shard: int) -> None:
         layers = costs.model.layers
-        shards = range(len(weights))
         factor = costs.precision.activation_factor
-        self._flops = [_prefix([shard_flops(x, weights, i) for x in layers]) for i in shards]
-        self._activations = [_prefix([shard_activations(x, weights, i) * factor for x in layers]) for i in shards]
-        state = [[0.0] * len(layers) for _ in shards]
-        gradients = [[0.0] * len(layers) for _ in shards]
-        self._tied: list[tuple[tuple[int, ...], list[tuple[float, float]]]] = []
+        self.costs = costs
+        self.flops = _prefix([shard_flops(x, weights, shard) for x in layers])
+        self._activations = _prefix([shard_activations(x, weights, shard) * factor for x in layers])
+        state, gradients = [0.0] * len(layers), [0.0] * len(layers)
+        self._tied: list[tuple[tuple[int, ...], float, float]] = []
         for parameter in costs.model.parameters:
-            items = [costs.state_of(parameter, shard_elements(parameter, weights, i)) for i in shards]
+            items = costs.state_of(parameter, shard_elements(parameter, weights, shard))
             if len(parameter.layers) > 1:
-                self._tied.append((parameter.layers, [(sum_of(x), x.gradients) for x in items]))
+                self._tied.append((parameter.layers, sum_of(items), items.gradients))
             for layer in parameter.layers if len(parameter.layers) == 1 else ():
-                for i in shards:
-                    state[i][layer] += sum_of(items[i])
-                    gradients[i][layer] += items[i].gradients
-        self._state = [_prefix(x) for x in state]
-        self._gradients = [_prefix(x) for x in gradients]
+                state[layer] += sum_of(items)
+                gradients[layer] += items.gradients
+        self._state, self._gradients = _prefix(state), _prefix(gradients)
 
-    def slowest(self, start: int, stop: int, speeds: tuple[float, ...]) -> float:
-        """Seconds that one sample takes on the shard that takes longest."""
-        return max((p[stop] - p[start]) / speed for p, speed in zip(self._flops, speeds, strict=True))
-
-    def memory(self, start: int, stop: int, shard: int, samples: int, in_flight: int) -> float:
-        """Bytes that a rank with this tile alone needs."""
-        state = self._state[shard][stop] - self._state[shard][start]
-        gradients = self._gradients[shard][stop] - self._gradients[shard][start]
-        for layers, shards in self._tied:
+    def memory(self, start: int, stop: int, samples: int, in_flight: int) -> float:
+        """Bytes that a rank with this shard alone needs."""
+        state = self._state[stop] - self._state[start]
+        gradients = self._gradients[stop] - self._gradients[start]
+        for layers, tied_state, tied_gradients in self._tied:
             if any(start <= layer < stop for layer in layers):
-                state += shards[shard][0]
-                gradients += shards[shard][1]
-        activations = self._activations[shard][stop] - self._activations[shard][start]
+                state += tied_state
+                gradients += tied_gradients
+        activations = self._activations[stop] - self._activations[start]
         buffers = self.costs.boundary_bytes(start, stop, samples) + min(BUCKET_BYTES, gradients)
         return state + activations * samples * in_flight + buffers
 
-    def fits(self, start: int, stop: int, free: tuple[float, ...], samples: int, in_flight: int) -> bool:
-        """Whether each shard's part fits in the bytes that are free on its device."""
-        return all(self.memory(start, stop, i, samples, in_flight) <= room for i, room in enumerate(free))
+
+class TileCosts:
+    """The shards of a tile for one tuple of weights; shards with equal parts share their sums."""
+
+    def __init__(self, costs: CostModel, weights: tuple[int, ...]) -> None:
+        self.weights = weights
+        cuts = dict.fromkeys(p.cut for p in costs.model.parameters if p.cut is not None)
+        dims = costs.model.split_dims(0, costs.model.num_layers)
+        made: dict[tuple[int, ...], ShardCosts] = {}
+        self.shards: list[ShardCosts] = []
+        for shard in range(len(weights)):
+            parts = [len(cut_elements(cut, weights, shard)) for cut in cuts] if len(weights) > 1 else []
+            parts += [len(cut_units(dim, weights)[shard]) for dim in dims]
+            if tuple(parts) not in made:
+                made[tuple(parts)] = ShardCosts(costs, weights, shard)
+            self.shards.append(made[tuple(parts)])
+
+    def distinct(self, figures: tuple[float, ...]) -> list[tuple[ShardCosts, float]]:
+        """Each different pair of a shard and its device's figure once."""
+        return list(dict.fromkeys(zip(self.shards, figures, strict=True)))
 
 
 def sum_of(items: MemoryItems) -> float:

@@ -42,8 +42,11 @@ class StageTable:
 
     def __post_init__(self) -> None:
         start, stop = self.layers
+        self._rooms = self.costs.distinct(self.free) if self.free is not None else []
+        paces = [(shard.flops, speed) for shard, speed in self.costs.distinct(self.speeds)]
         self._rows = [
-            [self.costs.slowest(a, b, self.speeds) for b in range(a + 1, stop + 1)] for a in range(start, stop)
+            [max((flops[b] - flops[a]) / speed for flops, speed in paces) for b in range(a + 1, stop + 1)]
+            for a in range(start, stop)
         ]
 
     def time(self, layers: Interval) -> float:
@@ -51,7 +54,9 @@ class StageTable:
         return self._rows[layers.start - self.layers.start][len(layers) - 1]
 
     def fits(self, layers: Interval, samples: int, in_flight: int) -> bool:
-        return self.free is None or self.costs.fits(layers.start, layers.stop, self.free, samples, in_flight)
+        """Whether each shard's part fits in the bytes that are free on its device."""
+        start, stop = layers
+        return all(shard.memory(start, stop, samples, in_flight) <= room for shard, room in self._rooms)
 
     def limit(self, start: int, samples: int, in_flight: int) -> int:
         """The furthest layer up to which a stage from `start` fits in memory; `start` when nothing does."""

@@ -163,8 +163,8 @@ def _lay_out(
         for stage_position, stage, samples in _stages(layout):
             flying = setting.in_flight(stage_position, layout.num_stages, after[position])
             for shard, device in enumerate(stage.group.devices):
-                costs = job.costs.tile(stage.weights)
-                free[device.index] -= costs.memory(stage.layers.start, stage.layers.stop, shard, samples, flying)
+                costs = job.costs.tile(stage.weights).shards[shard]
+                free[device.index] -= costs.memory(stage.layers.start, stage.layers.stop, samples, flying)
     return [(sections[position], found[position]) for position in range(len(sections))]
 
 
