@@ -1,208 +1,131 @@
-"""From an `nn.Module` to a `ModelSpec`: layers, costs, and what may be cut, found on the meta device.
+"""From an `nn.Module` to a `ModelSpec`: layers and their costs, parameters, and what may be cut.
 
-The model declares itself as plain data: `layers()` in order, `tensor_split` by module-name patterns, `loss(output, batch)`.
+Runs on the meta device, so a model of any size is described without its memory. Each distinct layer is run once.
 """
 
 from __future__ import annotations
 
-import copy
-import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from difflib import get_close_matches
-from fnmatch import fnmatchcase
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map
-from torch.utils.flop_counter import FlopCounterMode
+from torch import nn
 
 from whale_trainer.errors import ConfigError, Problem
-from whale_trainer.model_spec import Cut, LayerSpec, ModelSpec, ModuleSplit, ParameterSpec, SplitDim, SplitKind
-
-_WORDS = {
-    "column": SplitKind.COLUMN, "colwise": SplitKind.COLUMN,
-    "row": SplitKind.ROW, "rowwise": SplitKind.ROW,
-    "vocab": SplitKind.VOCAB, "partial": SplitKind.PARTIAL,
-}  # fmt: skip
-"""Words of `tensor_split`; those of Hugging Face's tensor-parallel plans are understood."""
-
-
-def layers_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Names and modules of the layers, in order; one layer `model` for a module that does not tell."""
-    if hasattr(model, "layers") and callable(model.layers):
-        return list(model.layers())
-    if isinstance(model, nn.Sequential):
-        return list(model.named_children())
-    return [("model", model)]
-
-
-def first_inputs(model: nn.Module, batch: Any) -> Any:
-    """What the first layer gets of a batch."""
-    if hasattr(model, "inputs"):
-        return model.inputs(batch)
-    return batch[0] if isinstance(batch, tuple | list) else batch
-
-
-def model_loss(model: nn.Module, output: Any, batch: Any) -> tuple[Tensor, Any]:
-    """(sum, count) of the model's loss. Raises `ConfigError` for a model without `loss`."""
-    loss: Callable[[Any, Any], tuple[Tensor, Any]] | None = getattr(model, "loss", None)
-    if loss is None:
-        raise ConfigError([Problem("model", f"{type(model).__name__} has no loss(output, batch) -> (sum, count)")])
-    return loss(output, batch)
-
-
-def unsynchronised_norms(model: nn.Module) -> list[str]:
-    """Names of the BatchNorm modules that see one rank's part of a batch only."""
-    return [
-        name
-        for name, m in model.named_modules()
-        if isinstance(m, nn.modules.batchnorm._BatchNorm) and not isinstance(m, nn.SyncBatchNorm)
-    ]
+from whale_trainer.layer_costs import LayerCost, measure
+from whale_trainer.layers import can_be_cut as can_be_cut
+from whale_trainer.layers import first_inputs as first_inputs
+from whale_trainer.layers import layers_of as layers_of
+from whale_trainer.layers import model_loss as model_loss
+from whale_trainer.layers import unsynchronised_norms as unsynchronised_norms
+from whale_trainer.model_spec import Cut, LayerSpec, ModelSpec, ModuleSplit, ParameterSpec, SplitKind
+from whale_trainer.split_rules import cuts_of, find_splits
 
 
 def describe(model: nn.Module, batch: Any) -> ModelSpec:
-    """Sizes, costs and cuts of `model`, for batches like `batch` (any size, real or meta; None where costs are not needed)."""
-    can_be_cut = hasattr(model, "layers") or isinstance(model, nn.Sequential)
-    splits = _find_splits(model) if can_be_cut else ()
+    """What the planner and the runtime need to know of `model`.
+
+    `batch` is an example of any size, real or meta, as the DataLoader makes it; None where costs are not needed. Raises
+    `ConfigError` for declarations that do not fit the model, layers that fail, and parameters outside all layers.
+    """
+    if not can_be_cut(model):
+        return _describe_whole(model)
     layers = layers_of(model)
-    owner = _layer_of_modules(model, layers)
-    parameters = _describe_parameters(model, owner, splits)
-    costs, dropouts = _measure(model, batch, layers, splits) if batch is not None and can_be_cut else ({}, ())
-    specs = []
-    for index, (name, module) in enumerate(layers):
-        dims = tuple(dict.fromkeys(s.split for s in splits if s.layer == index and s.split is not None))
-        flops, split_flops, kept, boundary = costs.get(
-            name, (2.0 * sum(p.numel() for p in module.parameters()), 0.0, 0, 0)
-        )
-        specs.append(
-            LayerSpec(
-                name,
-                flops,
-                split_flops,
-                kept,
-                boundary,
-                dims,
-                sum(s.kind is not SplitKind.COLUMN for s in splits if s.layer == index),
-            )
-        )
-    return ModelSpec(type(model).__name__, tuple(specs), parameters, splits, dropouts, can_be_cut)
+    layer_of = _layers_of_modules(model, layers)
+    splits = find_splits(model, layer_of)
+    parameters = _parameters(model, layer_of, splits)
+    costs = [LayerCost()] * len(layers) if batch is None else measure(model, batch, splits)
+    return ModelSpec(
+        name=type(model).__name__,
+        layers=tuple(
+            _layer(i, name, cost, splits) for i, ((name, _), cost) in enumerate(zip(layers, costs, strict=True))
+        ),
+        parameters=parameters,
+        splits=splits,
+        dropouts=tuple(d for cost in costs for d in cost.dropouts),
+    )
 
 
-def _find_splits(model: nn.Module) -> tuple[ModuleSplit, ...]:
-    modules = dict(model.named_modules())
-    layer_of = _layer_of_modules(model, layers_of(model))
-    found: list[ModuleSplit] = []
-    for pattern, word in getattr(model, "tensor_split", {}).items():
-        names = [n for n in modules if fnmatchcase(n, pattern)]
-        if not names:
-            near = get_close_matches(pattern, modules, 1)
-            raise ConfigError(
-                [
-                    Problem(
-                        "model.tensor_split",
-                        f"{pattern!r} matches no module" + (f"; did you mean {near[0]}?" if near else ""),
-                    )
-                ]
-            )
-        for name in names:
-            found.append(_split(name, modules[name], word, min(layer_of[name])))
-    return tuple(sorted(found, key=lambda s: s.layer))
+def _describe_whole(model: nn.Module) -> ModelSpec:
+    """One layer for a module that does not tell its layers; its costs are guessed from its size."""
+    parameters = tuple(
+        ParameterSpec(name, tuple(p.shape), p.element_size(), (0,), trainable=p.requires_grad)
+        for name, p in model.named_parameters()
+    )
+    size = sum(p.num_elements for p in parameters)
+    layer = LayerSpec("model", forward_flops=2.0 * size, split_flops=0.0, activation_bytes=0, boundary_bytes=0)
+    return ModelSpec(type(model).__name__, (layer,), parameters, can_be_cut=False)
 
 
-def _split(name: str, module: nn.Module, word: str, layer: int) -> ModuleSplit:
-    heads = re.fullmatch(r"heads\((\d+),\s*(\d+)\)", word)
-    if heads:
-        num, kv = int(heads[1]), int(heads[2])
-        return ModuleSplit(name, SplitKind.HEADS, layer, SplitDim("heads", num, kv), module.q_proj.out_features // num)
-    if word not in _WORDS:
-        raise ConfigError([Problem("model.tensor_split", f"{word!r} is not one of {', '.join(_WORDS)}, heads(n, kv)")])
-    kind = _WORDS[word]
-    if kind is SplitKind.PARTIAL:
-        return ModuleSplit(name, kind, layer)
-    if isinstance(module, nn.Embedding):
-        return ModuleSplit(name, kind, layer, SplitDim("vocabulary", module.num_embeddings))
-    size = module.in_features if kind is SplitKind.ROW else module.out_features
-    return ModuleSplit(name, kind, layer, SplitDim("vocabulary" if kind is SplitKind.VOCAB else "columns", size))
+def _layer(index: int, name: str, cost: LayerCost, splits: Sequence[ModuleSplit]) -> LayerSpec:
+    inside = [s for s in splits if s.layer == index]
+    # in a forward pass each cut module but a column-cut one sums over the group; the logits need three small sums
+    sums = sum(s.kind in (SplitKind.ROW, SplitKind.HEADS, SplitKind.VOCAB) for s in inside)
+    return LayerSpec(
+        name,
+        cost.forward_flops,
+        cost.split_flops,
+        cost.activation_bytes,
+        cost.boundary_bytes,
+        tuple(dict.fromkeys(s.split for s in inside if s.split is not None)),
+        sums,
+    )
 
 
-def _layer_of_modules(model: nn.Module, layers: list[tuple[str, nn.Module]]) -> dict[str, tuple[int, ...]]:
-    inside = [{id(m) for m in module.modules()} for _, module in layers]
-    return {n: tuple(i for i, ids in enumerate(inside) if id(m) in ids) or (0,) for n, m in model.named_modules()}
+def _layers_of_modules(model: nn.Module, layers: Sequence[tuple[str, nn.Module]]) -> dict[str, tuple[int, ...]]:
+    """For each module by name the layers that hold it, ascending."""
+    inside = [{id(m) for m in layer.modules()} for _, layer in layers]
+    return {
+        name: tuple(i for i, members in enumerate(inside) if id(module) in members)
+        for name, module in model.named_modules(remove_duplicate=False)
+    }
 
 
-def _describe_parameters(
-    model: nn.Module, owner: dict[str, tuple[int, ...]], splits: tuple[ModuleSplit, ...]
+def _parameters(
+    model: nn.Module, layer_of: Mapping[str, tuple[int, ...]], splits: Sequence[ModuleSplit]
 ) -> tuple[ParameterSpec, ...]:
-    cuts: dict[int, Cut] = {}
-    partial: set[int] = set()
-    for s in splits:
-        module = model.get_submodule(s.module)
-        if s.kind is SplitKind.PARTIAL:
-            partial |= {id(p) for p in module.parameters()}
-        elif s.kind is SplitKind.HEADS:
-            for child in ("q_proj", "k_proj", "v_proj"):
-                for p in module.get_submodule(child).parameters():
-                    cuts[id(p)] = Cut(s.split, 0, s.head_dim, child != "q_proj")
-            cuts[id(module.o_proj.weight)] = Cut(s.split, 1, s.head_dim)
-            partial |= {
-                id(p)
-                for n, p in module.named_parameters()
-                if not n.startswith(("q_proj", "k_proj", "v_proj", "o_proj"))
-            }
-        elif s.kind is SplitKind.ROW:
-            cuts[id(module.weight)] = Cut(s.split, 1, 1)
-        else:
-            for p in module.parameters():
-                cuts[id(p)] = Cut(s.split, 0, 1)
+    cuts, problems = _cuts(model, splits)
     users: dict[int, set[int]] = {}
-    for name, p in model.named_parameters(remove_duplicate=False):
-        users.setdefault(id(p), set()).update(owner[name.rpartition(".")[0]])
+    cut_users: dict[int, set[int]] = {}
+    split_modules = {s.module: s for s in splits}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owner = name.rpartition(".")[0]
+        users.setdefault(id(parameter), set()).update(layer_of[owner])
+        is_cut = any(owner == m or owner.startswith(f"{m}.") for m in split_modules)
+        cut_users.setdefault(id(parameter), set()).add(int(is_cut))
+    for name, parameter in model.named_parameters():
+        if not users[id(parameter)]:
+            problems.append(
+                Problem(f"model.{name}", "no layer of layers() uses this parameter: put its module into a layer")
+            )
+        if cuts.get(id(parameter)) is not None and len(cut_users[id(parameter)]) > 1:
+            problems.append(
+                Problem(
+                    f"model.{name}", "tied between a module that tensor_split cuts and one that it does not: name both"
+                )
+            )
+    if problems:
+        raise ConfigError(problems)
     return tuple(
         ParameterSpec(
-            n,
+            name,
             tuple(p.shape),
             p.element_size(),
             tuple(sorted(users[id(p)])),
             cuts.get(id(p)),
-            id(p) in partial,
-            p.requires_grad,
+            is_partial=id(p) in cuts and cuts[id(p)] is None,
+            trainable=p.requires_grad,
         )
-        for n, p in model.named_parameters()
+        for name, p in model.named_parameters()
     )
 
 
-def _measure(model, batch, layers, splits):
-    meta = (
-        copy.deepcopy(model).to("meta")
-        if next(iter(model.parameters())).device.type != "meta"
-        else copy.deepcopy(model)
-    )
-    batch = tree_map(lambda t: t.to("meta") if isinstance(t, Tensor) else t, batch)
-    size = next(t.shape[0] for t in tree_flatten(batch)[0] if isinstance(t, Tensor))
-    dropouts = []
-    for name, m in meta.named_modules():
-        if type(m) is nn.Dropout:
-            m.register_forward_pre_hook(lambda m, a, n=name: dropouts.append((n, a[0].shape[-1])))
-    costs = {}
-    meta.train()
-    x = first_inputs(meta, batch)
-    for name, layer in layers_of(meta):
-        kept = []
-        with (
-            FlopCounterMode(display=False) as flops,
-            torch.autograd.graph.saved_tensors_hooks(
-                lambda t: kept.append(t.numel() * t.element_size()) or t, lambda t: t
-            ),
-        ):
-            x = layer(x)
-        out = sum(t.numel() * t.element_size() for t in tree_flatten(x)[0] if isinstance(t, Tensor))
-        costs[name] = (
-            flops.get_total_flops() / size,
-            flops.get_total_flops() / size if splits else 0.0,
-            sum(kept) // size,
-            out // size,
-        )
-    return costs, tuple(dict(dropouts).items())
+def _cuts(model: nn.Module, splits: Sequence[ModuleSplit]) -> tuple[dict[int, Cut | None], list[Problem]]:
+    """How each parameter inside a split module follows it, by id; None for a whole one with a partial gradient."""
+    cuts: dict[int, Cut | None] = {}
+    problems = []
+    for split in splits:
+        for parameter, cut in cuts_of(model, split):
+            if cuts.setdefault(id(parameter), cut) != cut:
+                message = f"its weight is tied to one that is cut in another way ({cuts[id(parameter)]} against {cut})"
+                problems.append(Problem(f"model.{split.module}", message))
+    return cuts, problems

@@ -1,0 +1,228 @@
+"""What each layer costs for one sample, measured by running it once on the meta device: no memory, no arithmetic.
+
+FLOPs come from `torch.utils.flop_counter`, kept bytes from saved-tensor hooks. Layers of one structure are run once.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop
+
+from whale_trainer.errors import ConfigError, Problem
+from whale_trainer.layers import first_inputs, layers_of
+from whale_trainer.model_spec import ModuleSplit, SplitKind
+
+
+_FUSED_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """Per sample: FLOPs of the forward pass, those in cut modules, bytes kept for backward, bytes of the output."""
+
+    forward_flops: float = 0.0
+    split_flops: float = 0.0
+    activation_bytes: int = 0
+    boundary_bytes: int = 0
+    dropouts: tuple[tuple[str, int], ...] = ()
+    """Dropout modules by name inside the layer, with the last dim of what they get."""
+
+
+def measure(model: nn.Module, batch: Any, splits: Sequence[ModuleSplit]) -> list[LayerCost]:
+    """Costs of every layer for batches like `batch`, in training mode.
+
+    Raises `ConfigError` for a layer that fails, whose output cannot cross a bridge, or whose dropout no plan can
+    repeat.
+    """
+    meta = on_meta(model).train()
+    batch = tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, batch)
+    sizes = [leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
+    samples = sizes[0] if sizes else 1
+    layers = layers_of(meta)
+    names = {id(m): name for name, m in meta.named_modules()}
+    known: dict[tuple[str, str], tuple[LayerCost, Any]] = {}
+    costs = []
+    x = first_inputs(meta, batch)
+    for index, (name, layer) in enumerate(layers):
+        prefix = names.get(id(layer), name)
+        inside = [s for s in splits if s.layer == index]
+        key = (_structure(layer, prefix, inside), str(tree_map(_shape, x)))
+        if key not in known:
+            known[key] = _run(name, layer, x, samples, {id(meta.get_submodule(s.module)): s for s in inside})
+        cost, x = known[key]
+        costs.append(replace(cost, dropouts=tuple((f"{prefix}.{n}" if n else prefix, d) for n, d in cost.dropouts)))
+    return costs
+
+
+def on_meta(model: nn.Module) -> nn.Module:
+    """`model` itself where it is on the meta device, else a copy there; the user's model is never changed."""
+    tensors = [*model.parameters(), *model.buffers()]
+    memo = {id(t): _like_on_meta(t) for t in tensors}
+    try:
+        return copy.deepcopy(model, dict(memo))
+    except (TypeError, RuntimeError, NotImplementedError) as error:
+        raise ConfigError(
+            [
+                Problem(
+                    "model",
+                    f"{type(model).__name__} cannot be copied ({error}); keep open files, locks and non-leaf tensors "
+                    "out of modules",
+                )
+            ]
+        ) from error
+
+
+def _like_on_meta(tensor: Tensor) -> Tensor:
+    meta = tensor.detach().to("meta")
+    return nn.Parameter(meta, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else meta
+
+
+def _structure(layer: nn.Module, prefix: str, splits: Sequence[ModuleSplit]) -> str:
+    """A text that two layers share only when they compute the same: modules, their sizes, their cuts."""
+    shapes = [f"{n} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for n, p in layer.named_parameters()]
+    cuts = [f"{s.module.removeprefix(prefix)} {s.kind} {s.split}" for s in splits]
+    # a module may take its number from its place (`layer_index=3`), which its repr tells only if it wants to
+    plain = {k: v for k, v in vars(layer).items() if isinstance(v, int | float | str | bool) and k != "training"}
+    return re.sub(r"0x[0-9a-f]+", "", f"{type(layer)} {layer!r} {shapes} {cuts} {plain}")
+
+
+def _shape(leaf: Any) -> Any:
+    return (tuple(leaf.shape), str(leaf.dtype)) if isinstance(leaf, Tensor) else leaf
+
+
+def _run(name: str, layer: nn.Module, x: Any, samples: int, cut: dict[int, ModuleSplit]) -> tuple[LayerCost, Any]:
+    dropouts: dict[str, int] = {}
+    own = {id(t) for t in (*layer.parameters(), *layer.buffers())}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if id(tensor) not in own and (tensor._base is None or id(tensor._base) not in own):
+            storage = tensor.untyped_storage()
+            kept[storage._cdata] = storage.nbytes()
+            alive.append(tensor)
+        return tensor
+
+    alive: list[Tensor] = []  # so that no storage's address is used twice
+    hooks = [
+        m.register_forward_pre_hook(lambda _m, args, n=n: dropouts.setdefault(n, args[0].shape[-1]) and None)
+        for n, m in layer.named_modules()
+        if type(m) is nn.Dropout
+    ]
+    x = tree_map(lambda t: t.detach().requires_grad_(t.is_floating_point()) if isinstance(t, Tensor) else t, x)
+    counter = FlopCounterMode(display=False, custom_mapping={_FUSED_ATTENTION: sdpa_flop})
+    split_flops = _CutFlops(counter, layer, cut)
+    try:
+        with counter, _Watch(name), torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+            out = layer(x)
+    except (ConfigError, NotImplementedError):
+        raise
+    except Exception as error:
+        raise ConfigError([Problem(f"model.{name}", f"fails on {tree_map(_shape, x)}: {error}")]) from error
+    finally:
+        for handle in (*hooks, *split_flops.hooks):
+            handle.remove()
+    _check_output(name, out)
+    out_bytes = sum(t.numel() * t.element_size() for t in tree_leaves(out) if isinstance(t, Tensor))
+    total = counter.get_total_flops()
+    cost = LayerCost(
+        total / samples,
+        split_flops.total / samples,
+        -(-sum(kept.values()) // samples),
+        -(-out_bytes // samples),
+        tuple(dropouts.items()),
+    )
+    return cost, tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, out)
+
+
+class _CutFlops:
+    """Counts the FLOPs that pass inside the modules that a tensor group cuts."""
+
+    def __init__(self, counter: FlopCounterMode, layer: nn.Module, cut: dict[int, ModuleSplit]) -> None:
+        self.total = 0.0
+        self._counter = counter
+        self._begun: dict[int, float] = {}
+        self.hooks: list[Any] = []
+        for module in layer.modules():
+            split = cut.get(id(module))
+            if split is not None and split.kind is not SplitKind.PARTIAL:
+                self.hooks.append(module.register_forward_pre_hook(self._begin))
+                self.hooks.append(module.register_forward_hook(self._end))
+
+    def _begin(self, module: nn.Module, _args: Any) -> None:
+        self._begun[id(module)] = self._counter.get_total_flops()
+
+    def _end(self, module: nn.Module, _args: Any, _out: Any) -> None:
+        self.total += self._counter.get_total_flops() - self._begun.pop(id(module))
+
+
+class _Watch(TorchFunctionMode):
+    """Refuses dropout that is no module of its own, and takes attention as the fused kernels compute it.
+
+    On the meta device attention would fall back to the form that keeps the matrix of all scores.
+    """
+
+    def __init__(self, layer: str) -> None:
+        super().__init__()
+        self._layer = layer
+
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention and (kwargs.get("dropout_p") or (len(args) > 4 and args[4])):
+            raise self._refusal("attention dropout inside F.scaled_dot_product_attention")
+        if func is F.scaled_dot_product_attention and len(args) == 3 and kwargs.get("attn_mask") is None:
+            return _fused_attention(*args, is_causal=kwargs.get("is_causal", False))
+        if func is torch.dropout and args[2] and args[1] > 0.0 and not _inside_dropout_module():
+            raise self._refusal("F.dropout outside nn.Dropout")
+        return func(*args, **kwargs)
+
+    def _refusal(self, found: str) -> ConfigError:
+        remedy = "use nn.Dropout modules, whose masks are the same under every plan, or set it to 0"
+        return ConfigError([Problem(f"model.{self._layer}", f"{found} draws other masks under every plan: {remedy}")])
+
+
+def _fused_attention(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> Tensor:
+    """Attention that keeps its inputs, its output and one number a query; kv heads are repeated for their groups."""
+    if q.dim() != 4:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+    if k.shape[1] != q.shape[1]:
+        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
+    out: Tensor = _FUSED_ATTENTION(q, k, v, 0.0, is_causal)[0]
+    return out
+
+
+def _inside_dropout_module() -> bool:
+    """Whether the caller is `nn.Dropout.forward`, found on the stack."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code is nn.Dropout.forward.__code__:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+def _check_output(name: str, out: Any) -> None:
+    if isinstance(out, Tensor):
+        return
+    if isinstance(out, dict) and all(
+        isinstance(k, str) and (v is None or isinstance(v, Tensor)) for k, v in out.items()
+    ):
+        return
+    found = (
+        f"a dict with {sorted({type(v).__name__ for v in out.values()})}"
+        if isinstance(out, dict)
+        else type(out).__name__
+    )
+    raise ConfigError(
+        [Problem(f"model.{name}", f"gives {found}: a layer gives a tensor, or a dict of str to tensor or None")]
+    )
