@@ -9,7 +9,7 @@ from specs import cpu_cluster, gpt_spec, plain_spec, preset, scopes
 
 from whale_trainer.errors import PlanError
 from whale_trainer.model_spec import ModelSpec
-from whale_trainer.planning.costs import CostModel, MemoryItems
+from whale_trainer.planning.costs import CostModel, MemoryItems, dim_shares
 from whale_trainer.planning.memory import in_flight, rank_memory, size
 from whale_trainer.planning.planner import build_plan
 from whale_trainer.planning.precision import PRECISIONS
@@ -131,3 +131,12 @@ def test_activations_that_do_not_fit_point_to_the_batch() -> None:
 )
 def test_sizes_in_words(num_bytes: int, text: str) -> None:
     assert size(num_bytes) == text
+
+
+def test_cut_work_follows_the_parameters_of_each_dim() -> None:
+    shares = dim_shares(gpt_spec())
+    assert [{dim.name: round(share, 3) for dim, share in layer.items()} for layer in shares[:2]] == [
+        {"vocabulary": 1.0},
+        {"heads": 0.333, "columns": 0.667},
+    ]
+    assert dim_shares(plain_spec([1.0])) == ({},)

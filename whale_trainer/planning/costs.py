@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import accumulate
 
-from whale_trainer.model_spec import LayerSpec, ModelSpec, ParameterSpec
+from whale_trainer.model_spec import LayerSpec, ModelSpec, ParameterSpec, SplitDim
 from whale_trainer.planning.pieces import BUCKET_BYTES
 from whale_trainer.planning.precision import Precision
 from whale_trainer.planning.shares import cut_elements, cut_units
@@ -58,6 +59,11 @@ class CostModel:
     def _tiles(self) -> dict[tuple[int, ...], TileCosts]:
         return {}
 
+    @cached_property
+    def shares(self) -> tuple[DimShares, ...]:
+        """How each layer's cut work follows its dims."""
+        return dim_shares(self.model)
+
     def tile(self, weights: tuple[int, ...]) -> TileCosts:
         """Costs under a tensor cut by `weights`; made once for each."""
         if weights not in self._tiles:
@@ -92,25 +98,41 @@ def shard_elements(parameter: ParameterSpec, weights: tuple[int, ...], shard: in
     return parameter.num_elements // size * len(cut_elements(parameter.cut, weights, shard))
 
 
-def layer_part(layer: LayerSpec, weights: tuple[int, ...], shard: int) -> float:
-    """Part of a layer's cut work that one shard does: the mean over the dims that are cut, in whole units."""
-    if len(weights) == 1 or not layer.split_dims:
+DimShares = Mapping[SplitDim, float]
+
+
+def dim_shares(model: ModelSpec) -> tuple[DimShares, ...]:
+    """For each layer, the part of its cut work that follows each dim: as its cut parameters are spread over them."""
+    elements: list[dict[SplitDim, float]] = [dict.fromkeys(layer.split_dims, 0.0) for layer in model.layers]
+    for parameter in model.parameters:
+        for layer in parameter.layers if parameter.cut is not None else ():
+            if parameter.cut is not None and parameter.cut.split in elements[layer]:
+                elements[layer][parameter.cut.split] += parameter.num_elements
+    return tuple(
+        {dim: count / sum(found.values()) if any(found.values()) else 1 / len(found) for dim, count in found.items()}
+        for found in elements
+    )
+
+
+def layer_part(shares: DimShares, weights: tuple[int, ...], shard: int) -> float:
+    """Part of a layer's cut work that one shard does, in whole units of each dim."""
+    if len(weights) == 1 or not shares:
         return 1.0
-    parts = [len(cut_units(dim, weights)[shard]) / dim.units for dim in layer.split_dims]
-    return sum(parts) / len(parts)
+    return sum(share * len(cut_units(dim, weights)[shard]) / dim.units for dim, share in shares.items())
 
 
-def shard_flops(layer: LayerSpec, weights: tuple[int, ...], shard: int) -> float:
+def shard_flops(layer: LayerSpec, shares: DimShares, weights: tuple[int, ...], shard: int) -> float:
     """FLOPs of one sample, forward and backward, on one shard."""
-    part = layer_part(layer, weights, shard)
+    part = layer_part(shares, weights, shard)
     return TRAINING_FACTOR * (layer.forward_flops - layer.split_flops * (1 - part))
 
 
-def shard_activations(layer: LayerSpec, weights: tuple[int, ...], shard: int) -> float:
+def shard_activations(layer: LayerSpec, shares: DimShares, weights: tuple[int, ...], shard: int) -> float:
     """Bytes kept for the backward pass of one sample on one shard, in the model's own precision."""
-    if len(weights) == 1 or not layer.split_dims:
+    if len(weights) == 1 or not shares:
         return layer.activation_bytes
-    return layer.activation_bytes * (UNCUT_ACTIVATIONS + (1 - UNCUT_ACTIVATIONS) * layer_part(layer, weights, shard))
+    part = layer_part(shares, weights, shard)
+    return layer.activation_bytes * (UNCUT_ACTIVATIONS + (1 - UNCUT_ACTIVATIONS) * part)
 
 
 class ShardCosts:
@@ -119,9 +141,10 @@ class ShardCosts:
     def __init__(self, costs: CostModel, weights: tuple[int, ...], shard: int) -> None:
         layers = costs.model.layers
         factor = costs.precision.activation_factor
+        pairs = list(zip(layers, costs.shares, strict=True))
         self.costs = costs
-        self.flops = _prefix([shard_flops(x, weights, shard) for x in layers])
-        self._activations = _prefix([shard_activations(x, weights, shard) * factor for x in layers])
+        self.flops = _prefix([shard_flops(layer, shares, weights, shard) for layer, shares in pairs])
+        self._activations = _prefix([shard_activations(layer, d, weights, shard) * factor for layer, d in pairs])
         state, gradients = [0.0] * len(layers), [0.0] * len(layers)
         self._tied: list[tuple[tuple[int, ...], float, float]] = []
         for parameter in costs.model.parameters:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from whale_trainer.model_spec import ModelSpec
-from whale_trainer.planning.costs import shard_flops
+from whale_trainer.planning.costs import dim_shares, shard_flops
 from whale_trainer.planning.plan import Plan
 
 
@@ -25,9 +25,11 @@ def tile_depths(plan: Plan) -> tuple[int, ...]:
 def rank_flops(plan: Plan, model: ModelSpec) -> tuple[float, ...]:
     """FLOPs of a full micro-batch, forward and backward, on each rank."""
     flops = [0.0] * plan.num_ranks
+    shares = dim_shares(model)
     for tile in plan.tiles:
         for shard, holder in enumerate(tile.shards):
-            each = sum(shard_flops(layer, tile.weights, shard) for layer in model.layers[slice(*tile.layers)])
+            layers = range(*tile.layers)
+            each = sum(shard_flops(model.layers[i], shares[i], tile.weights, shard) for i in layers)
             flops[holder.rank] += each * len(tile.samples)
     return tuple(flops)
 

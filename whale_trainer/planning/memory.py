@@ -60,7 +60,8 @@ def _one_rank(tiles: Sequence[Tile], flying: Sequence[int], costs: CostModel, ra
     activations = buffers = 0.0
     for tile, count in zip(tiles, flying, strict=True):
         shard, samples = tile.shard_of(rank), len(tile.samples)
-        each = sum(shard_activations(x, tile.weights, shard) for x in costs.model.layers[slice(*tile.layers)])
+        layers = range(*tile.layers)
+        each = sum(shard_activations(costs.model.layers[i], costs.shares[i], tile.weights, shard) for i in layers)
         activations += each * costs.precision.activation_factor * samples * count
         buffers += costs.boundary_bytes(*tile.layers, samples)
     buffers += min(BUCKET_BYTES, items.gradients)
