@@ -172,7 +172,7 @@ _CATALOGUE = (
         memory_bandwidth_bytes_per_s=10e9,
         compute_capability=None,
         dtypes=DTYPES,
-        source="one core at 2.5 GHz with two 8-wide multiply-adds a cycle, half of it sustained; memory of a small rank",
+        source="a core at 2.5 GHz with two 8-wide multiply-adds a cycle, half of it sustained; memory of a small rank",
     ),
 )
 KINDS: dict[str, DeviceKind] = {kind.name: kind for kind in _CATALOGUE}
