@@ -17,12 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.flop_counter import FlopCounterMode, sdpa_flop
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from whale_trainer.errors import ConfigError, Problem
 from whale_trainer.layers import first_inputs, layers_of
 from whale_trainer.model_spec import ModuleSplit, SplitKind
-
 
 _FUSED_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
@@ -120,7 +119,7 @@ def _run(name: str, layer: nn.Module, x: Any, samples: int, cut: dict[int, Modul
         if type(m) is nn.Dropout
     ]
     x = tree_map(lambda t: t.detach().requires_grad_(t.is_floating_point()) if isinstance(t, Tensor) else t, x)
-    counter = FlopCounterMode(display=False, custom_mapping={_FUSED_ATTENTION: sdpa_flop})
+    counter = FlopCounterMode(display=False, custom_mapping={_FUSED_ATTENTION: _attention_flops})
     split_flops = _CutFlops(counter, layer, cut)
     try:
         with counter, _Watch(name), torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
@@ -182,7 +181,7 @@ class _Watch(TorchFunctionMode):
             raise self._refusal("attention dropout inside F.scaled_dot_product_attention")
         if func is F.scaled_dot_product_attention and len(args) == 3 and kwargs.get("attn_mask") is None:
             return _fused_attention(*args, is_causal=kwargs.get("is_causal", False))
-        if func is torch.dropout and args[2] and args[1] > 0.0 and not _inside_dropout_module():
+        if func is F.dropout and kwargs["training"] and kwargs["p"] > 0.0 and not _inside_dropout_module():
             raise self._refusal("F.dropout outside nn.Dropout")
         return func(*args, **kwargs)
 
@@ -199,6 +198,11 @@ def _fused_attention(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> Ten
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
     out: Tensor = _FUSED_ATTENTION(q, k, v, 0.0, is_causal)[0]
     return out
+
+
+def _attention_flops(q_shape: Any, k_shape: Any, v_shape: Any, *_: Any, **_options: Any) -> int:
+    flops: int = sdpa_flop_count(q_shape, k_shape, v_shape)
+    return flops
 
 
 def _inside_dropout_module() -> bool:
