@@ -1,4 +1,4 @@
-"""Callbacks of a run: checkpoints as folders, a progress bar or progress lines, and an end at once on a signal."""
+"""Callbacks of a run: checkpoints as folders, progress as a bar or as lines, an end that the launcher knows of."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import signal
 import threading
 import time
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytorch_lightning as pl
 from pytorch_lightning.callbacks import Callback, ModelCheckpoint, ProgressBar, RichProgressBar
 from typing_extensions import override
 
+from whale_trainer.failure import report
 from whale_trainer.run_record import RunRecord
 
 _log = logging.getLogger(__name__)
@@ -123,42 +123,42 @@ def _duration(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-class EndOnSignal(Callback):
-    """SIGINT and SIGTERM end this rank at its next Python instruction, with 130 or 143; a second one ends it at once.
+class RankGuard(Callback):
+    """Keeps the rank's end in the launcher's hands: its signal handlers stay, and it hears of errors at once.
 
-    Installed when a loop starts, since Lightning's own SIGTERM handler starts a collective, for which the ranks would
-    have to receive the signal at the same step.
+    Lightning puts a SIGTERM handler of its own before ours. It starts a collective, for which all ranks would have to
+    receive the signal at the same step, so the handlers of the time of construction are put back when a loop starts.
     """
+
+    def __init__(self) -> None:
+        self._handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
 
     @override
     def on_sanity_check_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        install_signal_handlers()
+        self._put_back()
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        install_signal_handlers()
+        self._put_back()
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        install_signal_handlers()
+        self._put_back()
 
     @override
     def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        install_signal_handlers()
+        self._put_back()
 
     @override
     def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        install_signal_handlers()
+        self._put_back()
 
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        report(exception)
 
-def install_signal_handlers() -> None:
-    """Have SIGINT and SIGTERM raise `SystemExit` in the main thread, once."""
-    if threading.current_thread() is threading.main_thread():
-        for signum in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(signum, _exit_on_signal)
-
-
-def _exit_on_signal(signum: int, _: FrameType | None) -> None:
-    for each in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(each, signal.SIG_DFL)
-    raise SystemExit(128 + signum)
+    def _put_back(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            for signum, handler in self._handlers.items():
+                if handler is not None:
+                    signal.signal(signum, handler)
