@@ -197,8 +197,10 @@ class RunRecord(Callback):
         """Each rank's busy fraction and peak memory, on all ranks."""
         device = trainer.strategy.root_device
         busy = getattr(trainer.strategy, "busy_fraction", None)
-        mine = torch.tensor([-1.0 if busy is None else busy, float(_peak_memory_bytes(device))], dtype=torch.float64)
-        rows = trainer.strategy.all_gather(mine.to(device)).reshape(-1, 2).tolist()
+        figures = torch.zeros(trainer.world_size, 2, dtype=torch.float64, device=device)
+        figures[trainer.global_rank, 0] = -1.0 if busy is None else busy
+        figures[trainer.global_rank, 1] = float(_peak_memory_bytes(device))
+        rows = trainer.strategy.reduce(figures, reduce_op="sum").tolist()
         self.busy_fractions = {rank: row[0] for rank, row in enumerate(rows) if row[0] >= 0}
         self.peak_memory_bytes = {rank: int(row[1]) for rank, row in enumerate(rows)}
 

@@ -8,6 +8,7 @@ Under any other strategy it trains as a usual module does, by `loss(output, batc
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -55,6 +56,11 @@ class TrainingModule(pl.LightningModule):
         for _, layer in layers_of(self.model):
             x = layer(x)
         return x
+
+    @override
+    def setup(self, stage: str) -> None:
+        # the plan has already summed what is logged here over all ranks
+        warnings.filterwarnings("ignore", message=r"It is recommended to use `self\.log\('(val|test)/loss'")
 
     @override
     def configure_optimizers(self) -> OptimizerLRScheduler:
