@@ -29,6 +29,9 @@ class ConfigError(WhaleError, ValueError):
         self.problems = tuple(problems)
         super().__init__(self._text())
 
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[Problem, ...]]]:
+        return type(self), (self.problems,)
+
     def _text(self) -> str:
         count = len(self.problems)
         title = "1 problem in the config" if count == 1 else f"{count} problems in the config"

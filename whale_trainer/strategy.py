@@ -8,6 +8,7 @@ mean loss.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -165,6 +166,8 @@ class WhaleStrategy(ParallelStrategy):
         assert self.accelerator is not None
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
+        # what a step logs has been averaged over all ranks by then
+        warnings.filterwarnings("ignore", message=r"It is recommended to use `self\.log\(")
         check_trainer(trainer)
         check_module(self.lightning_module, self.plan)
         if self._runner is None:
