@@ -7,7 +7,7 @@ every problem in the order of the sections. Knows nothing of Hydra; torch and Li
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError
@@ -38,6 +38,7 @@ __all__ = ["CheckpointConfig", "Config", "DataConfig", "LoggerConfig", "Target",
 
 MISSING = "???"
 """What a YAML file of Hydra's holds for a value that the user has to give."""
+_NOT_GIVEN = "is missing, and has to be given"
 
 
 class DataConfig(Section):
@@ -87,6 +88,15 @@ class Config(Top):
     checkpoint: CheckpointConfig
     resolved: dict[str, Any]
 
+    def make_optimizer(self, named_parameters: Iterable[tuple[str, Any]]) -> Any:
+        """The optimizer over a rank's (name, parameter) pairs."""
+        return self.optimizer.build(named_parameters)
+
+    def make_scheduler(self, optimizer: Any, num_steps: int) -> Any:
+        """The schedule over an optimizer; one that takes `num_steps` gets the steps of the whole run."""
+        assert self.scheduler is not None
+        return self.scheduler.build_with(optimizer, offered={"num_steps": num_steps})
+
 
 _T = TypeVar("_T")
 _S = TypeVar("_S", bound=BaseModel)
@@ -103,13 +113,26 @@ def load_config(plain: object) -> Config:
         raise ConfigError([Problem("config", f"{plain!r} is not a mapping; allowed: {', '.join(_names())}")])
     reader = _Reader(plain)
     config = reader.config()
-    if reader.problems or config is None:
-        raise ConfigError(dict.fromkeys(reader.problems))
+    if config is None:
+        raise ConfigError(_ordered(reader.problems))
     return config
 
 
 def _names() -> tuple[str, ...]:
     return (*Top.model_fields, *_SECTIONS)
+
+
+def _ordered(problems: list[Problem]) -> list[Problem]:
+    """Once each, by section, and a value that the user has yet to give without what else is wrong with it."""
+    names = _names()
+    open_paths = {p.path for p in problems if p.message.startswith(_NOT_GIVEN)}
+    told = [p for p in dict.fromkeys(problems) if p.path not in open_paths or p.message.startswith(_NOT_GIVEN)]
+
+    def section(problem: Problem) -> int:
+        name = problem.path.split(".")[0].split("[")[0]
+        return names.index(name) if name in names else -1
+
+    return sorted(told, key=section)
 
 
 class _Reader:
@@ -217,10 +240,18 @@ class _Reader:
         stand_in = targets["train"] or Target(path="data.train", target="")
         section = self._section({**rest, **targets, "train": stand_in}, "data", DataConfig)
         needed = {"validate": ("validation",), "test": ("test",), "predict": ("test", "validation")}.get(mode, ())
+        self.problems += self._monitor_problems(data)
         if needed and not any(data.get(name) for name in needed):
             text = f"is missing, and mode={mode} runs over it; give {' or '.join(f'data.{n}' for n in needed)}"
             self.problems.append(Problem(f"data.{needed[0]}", text))
         return section
+
+    def _monitor_problems(self, data: Mapping[Any, Any]) -> Iterator[Problem]:
+        checkpoint = self.plain.get("checkpoint")
+        monitor = checkpoint.get("monitor") if isinstance(checkpoint, Mapping) else None
+        if isinstance(monitor, str) and monitor.startswith("val/") and data.get("validation") is None:
+            text = f"{monitor!r} comes from validations, and there is no data.validation; give it, or set this to null"
+            yield Problem("checkpoint.monitor", text)
 
     def _callbacks(self, data: object, mode: str) -> dict[str, Target] | None:
         if data is None:
@@ -247,7 +278,7 @@ def _no_problems(target: Target) -> Iterator[Problem]:
 def _missing_values(value: object, path: str) -> Iterator[Problem]:
     """Each value that a YAML file leaves to the user."""
     if value == MISSING:
-        yield Problem(path, f"is missing: this has to be given, as {path}=VALUE")
+        yield Problem(path, f"{_NOT_GIVEN}: {path}=VALUE")
     elif isinstance(value, Mapping):
         for key, item in value.items():
             yield from _missing_values(item, yaml_path(path, [str(key)]))

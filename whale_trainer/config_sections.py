@@ -105,7 +105,9 @@ class TrainerConfig(Section):
     gradient_clip_val: float | None = Field(default=None, ge=0, description="a number from 0, or null for no clipping")
     gradient_clip_algorithm: Literal["norm", "value"] = "norm"
     val_check_interval: Annotated[int | float | None, BeforeValidator(_interval)] = None
-    check_val_every_n_epoch: int | None = Field(default=1, ge=1, description="an integer from 1, or null")
+    """Steps, or as a float the fraction of an epoch; None: at the end of an epoch."""
+    check_val_every_n_epoch: int | None = Field(default=None, ge=1, description="an integer from 1, or null")
+    """None: steps of `val_check_interval` are counted over all epochs, and fractions hold for each epoch."""
     limit_train_batches: Limit = None
     limit_val_batches: Limit = None
     limit_test_batches: Limit = None
@@ -114,6 +116,15 @@ class TrainerConfig(Section):
     num_sanity_val_steps: int = Field(default=0, ge=-1, description="validation batches before training, or -1 for all")
     enable_progress_bar: bool = Field(default=True, description="true or false")
     allow_tf32: bool = Field(default=False, description="true or false")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fractions_are_of_one_epoch(cls, data: Any) -> Any:
+        # Lightning refuses a fraction without a number of epochs
+        if isinstance(data, dict) and data.get("check_val_every_n_epoch") is None:
+            is_steps = isinstance(data.get("val_check_interval"), int)
+            return {**data, "check_val_every_n_epoch": None if is_steps else 1}
+        return data
 
 
 _WANDB_ONLY = ("project", "name", "group", "entity", "notes", "tags")

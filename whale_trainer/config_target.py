@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import pkgutil
+import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import import_module
@@ -135,6 +137,10 @@ def _argument_problems(
     kinds = inspect.Parameter
     positional = [p.name for p in parameters if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)]
     taken = set(positional[:given])
+    if len(positional) < given and not any(p.kind is kinds.VAR_POSITIONAL for p in parameters):
+        text = f"{target.target} takes {len(positional)} arguments by position, and is called with {given}"
+        yield Problem(f"{target.path}._target_", text)
+        return
     named = {p.name: p for p in parameters if p.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)}
     allowed = tuple(name for name in named if name not in taken and name not in offered)
     takes_any = any(p.kind is kinds.VAR_KEYWORD for p in parameters)
@@ -199,12 +205,12 @@ def _import_longest(parts: list[str], name: str, where: str) -> tuple[Any, list[
         if module is not None and (is_attribute or not hasattr(module, "__path__")):
             return module, parts[length:]
         try:
-            if find_spec(prefix) is None:
+            if prefix not in sys.modules and find_spec(prefix) is None:
                 return _not_a_module(module, parts, length, where)
             module = import_module(prefix)
         except ConfigError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             # a module runs what its author wrote: whatever it raises, the config names a module that cannot be used
             text = f"{name!r}: {prefix} cannot be imported: {_told(error)}"
             raise ConfigError([Problem(where, text)]) from error
@@ -214,12 +220,15 @@ def _import_longest(parts: list[str], name: str, where: str) -> tuple[Any, list[
 def _not_a_module(owner: Any, parts: list[str], length: int, where: str) -> tuple[Any, list[str]]:
     if owner is not None:
         return owner, parts[length:]
-    text = f"{'.'.join(parts)!r}: there is no module {parts[0]!r}; is it installed, or on PYTHONPATH?"
+    guess = nearest(parts[0], [module.name for module in pkgutil.iter_modules()])
+    remedy = f"did you mean {guess}?" if guess else "is it installed, or on PYTHONPATH?"
+    text = f"{'.'.join(parts)!r}: there is no module {parts[0]!r}; {remedy}"
     raise ConfigError([Problem(where, text)])
 
 
 def _near(owner: Any, name: str) -> str:
-    public = [n for n in dir(owner) if not n.startswith("_")]
+    modules = [module.name for module in pkgutil.iter_modules(getattr(owner, "__path__", []))]
+    public = [n for n in (*dir(owner), *modules) if not n.startswith("_")]
     guess = nearest(name, public)
     return f"; did you mean {guess}?" if guess else ""
 
