@@ -21,14 +21,34 @@ _LINE_EVERY_S = 5.0
 
 
 class Checkpoints(ModelCheckpoint):
-    """Lightning's ModelCheckpoint with our folders: `checkpoints/step-000020`, and one at the last step of a run."""
+    """Lightning's ModelCheckpoint with our folders, `checkpoints/step-000020`, and one at the last step of a run.
+
+    `monitor` keeps the best and, beside them, the last; without it `save_top_k` is 1 (the newest), -1 (all) or 0.
+    """
 
     FILE_EXTENSION = ""
 
-    def __init__(self, run_dir: Path, record: RunRecord | None = None, **options: Any) -> None:
-        defaults: dict[str, Any] = {"filename": "step-{step:06d}", "auto_insert_metric_name": False}
-        super().__init__(dirpath=run_dir / "checkpoints", enable_version_counter=False, **(defaults | options))
+    def __init__(
+        self,
+        run_dir: Path,
+        record: RunRecord | None = None,
+        *,
+        every_n_steps: int | None = None,
+        monitor: str | None = None,
+        save_top_k: int = 1,
+    ) -> None:
+        super().__init__(
+            dirpath=run_dir / "checkpoints",
+            filename="step-{step:06d}",
+            auto_insert_metric_name=False,
+            enable_version_counter=False,
+            every_n_train_steps=every_n_steps or 0,
+            every_n_epochs=0,
+            monitor=monitor,
+            save_top_k=save_top_k,
+        )
         self._record = record
+        self._last_step_saved = 0
 
     @override
     def on_train_batch_end(
@@ -36,9 +56,9 @@ class Checkpoints(ModelCheckpoint):
     ) -> None:
         before = self._last_global_step_saved
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-        # a checkpoint made after the last batch would tell Lightning that an unfinished epoch is done
+        # not left to on_train_end, where Lightning counts the epoch as done, though the last step may be in its middle
         if trainer.global_step == trainer.estimated_stepping_batches:
-            self._save_now(trainer)
+            self._save_last(trainer)
         if self._record is not None and self._last_global_step_saved != before:
             self._record.clock.restart()
 
@@ -46,11 +66,19 @@ class Checkpoints(ModelCheckpoint):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_train_end(trainer, pl_module)
         if trainer.global_step:
-            self._save_now(trainer)
+            self._save_last(trainer)  # a run that was stopped early
 
-    def _save_now(self, trainer: pl.Trainer) -> None:
-        if self.monitor is None and not self._should_skip_saving_checkpoint(trainer):
-            self._save_topk_checkpoint(trainer, self._monitor_candidates(trainer))
+    def _save_last(self, trainer: pl.Trainer) -> None:
+        step = trainer.global_step
+        if self.save_top_k == 0 or step in (self._last_global_step_saved, self._last_step_saved):
+            return
+        candidates = self._monitor_candidates(trainer)
+        if self.monitor is None:
+            self._save_topk_checkpoint(trainer, candidates)
+        else:
+            # out of the competition for the best, which this step may still enter after its validation
+            trainer.save_checkpoint(self.format_checkpoint_name(candidates))
+        self._last_step_saved = step
 
 
 class ProgressLines(ProgressBar):
