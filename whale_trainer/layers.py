@@ -5,7 +5,7 @@ Plain conventions, so that a user's model imports nothing of ours: `layers()`, `
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,8 +20,9 @@ def can_be_cut(model: nn.Module) -> bool:
 
 def layers_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Names and modules of the layers, in order. Raises `ConfigError` when two have the same name."""
-    if callable(getattr(model, "layers", None)):
-        layers = list(model.layers())
+    told: Callable[[], Iterable[tuple[str, nn.Module]]] | None = getattr(model, "layers", None)
+    if callable(told):
+        layers = list(told())
     elif isinstance(model, nn.Sequential):
         layers = list(model.named_children())
     else:

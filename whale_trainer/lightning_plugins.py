@@ -75,7 +75,9 @@ class PlanPrecision(LightningPrecision):
         self._strategy = strategy
 
     @override
-    def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
+    def optimizer_step(  # type: ignore[override]
+        self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
         if self.precision != "16-mixed":
             return super().optimizer_step(optimizer, model, closure, **kwargs)
         result = closure()

@@ -84,8 +84,9 @@ def _split(name: str, module: nn.Module, word: str, layer: int) -> ModuleSplit:
 
 
 def _split_heads(name: str, module: nn.Module, num_heads: int, num_kv_heads: int, layer: int) -> ModuleSplit:
-    projections = {child: getattr(module, child, None) for child in _PROJECTIONS}
-    missing = [child for child, m in projections.items() if not isinstance(m, nn.Linear)]
+    found = {child: getattr(module, child, None) for child in _PROJECTIONS}
+    projections = {child: m for child, m in found.items() if isinstance(m, nn.Linear)}
+    missing = [child for child in _PROJECTIONS if child not in projections]
     if missing:
         raise _wrong(
             name, f"heads(...) needs nn.Linear children {', '.join(_PROJECTIONS)}; {', '.join(missing)} is none"
@@ -120,7 +121,7 @@ def cuts_of(model: nn.Module, split: ModuleSplit) -> Iterator[tuple[nn.Parameter
         return
     assert split.split is not None
     if split.kind is SplitKind.ROW:
-        yield module.weight, Cut(split.split, 1, 1)
+        yield _weight(module), Cut(split.split, 1, 1)
     elif split.kind is SplitKind.HEADS:
         assert split.head_dim is not None
         inside = set()
@@ -129,7 +130,12 @@ def cuts_of(model: nn.Module, split: ModuleSplit) -> Iterator[tuple[nn.Parameter
                 yield parameter, Cut(split.split, 0, split.head_dim, is_kv=child != "q_proj")
         for child in _PROJECTIONS:
             inside |= {id(p) for p in module.get_submodule(child).parameters()}
-        yield module.get_submodule("o_proj").weight, Cut(split.split, 1, split.head_dim)
+        yield _weight(module.get_submodule("o_proj")), Cut(split.split, 1, split.head_dim)
         yield from ((p, None) for p in module.parameters() if id(p) not in inside)
     else:
         yield from ((p, Cut(split.split, 0, 1)) for p in module.parameters())
+
+
+def _weight(module: nn.Module) -> nn.Parameter:
+    assert isinstance(module.weight, nn.Parameter)
+    return module.weight

@@ -22,7 +22,7 @@ class Interval(NamedTuple):
     start: int
     stop: int
 
-    def __len__(self) -> int:  # type: ignore[override]
+    def __len__(self) -> int:
         return max(0, self.stop - self.start)
 
     def intersect(self, other: Interval) -> Interval:

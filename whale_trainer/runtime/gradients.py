@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from whale_trainer.planning.pieces import ParameterLayout, gradient_buckets
+from whale_trainer.planning.pieces import Bucket, ParameterLayout, gradient_buckets
 from whale_trainer.runtime.mesh import Mesh
 from whale_trainer.runtime.shards import Pieces
 from whale_trainer.runtime.trace import Trace
@@ -66,30 +66,31 @@ class GradientSums:
             if id(parameter) in self._home:
                 parameter.register_post_accumulate_grad_hook(self._on_gradient)
 
-    def _add(self, bucket: object) -> None:
+    def _add(self, bucket: Bucket) -> None:
         rank = self._mesh.rank
-        entries = []
-        for entry in bucket.entries:  # type: ignore[attr-defined]
-            layout = self._layouts[entry.parameter]
-            index = layout.piece_of(rank, entry.segment.interval)
+        entries: list[tuple[nn.Parameter, torch.Size, tuple[int, int, int] | None]] = []
+        for entry in bucket.entries:
+            layout, interval = self._layouts[entry.parameter], entry.segment.interval
+            index = layout.piece_of(rank, interval)
             parameter = self._pieces[layout.parameter.name, index]
             piece = layout.pieces(rank)[index]
-            whole = piece == entry.segment.interval
-            start = entry.segment.interval.start - piece.start
-            length = len(entry.segment.interval)
-            shape = list(parameter.shape)
-            if not whole:
-                shape[layout.dim] = length
-            entries.append((parameter, torch.Size(shape), None if whole else (layout.dim, start, length)))
+            if piece == interval:
+                entries.append((parameter, parameter.shape, None))
+            else:
+                shape = list(parameter.shape)
+                shape[layout.dim] = len(interval)
+                outside = (layout.dim, interval.start - piece.start, len(interval))
+                entries.append((parameter, torch.Size(shape), outside))
         sizes = [shape.numel() for _, shape, _ in entries]
         flat = torch.zeros(sum(sizes), dtype=entries[0][0].dtype, device=entries[0][0].device)
-        live = _LiveBucket(flat, self._mesh.sum_group(bucket.ranks), [])  # type: ignore[attr-defined]
-        for (parameter, shape, outside), part in zip(entries, flat.split(sizes), strict=True):
-            place = part.view(shape)
-            live.slots.append(_Slot(parameter, place, outside))
-            self._home[id(parameter)] = (
-                place if outside is None else self._home.get(id(parameter), torch.zeros_like(parameter))
-            )
+        live = _LiveBucket(flat, self._mesh.sum_group(bucket.ranks), [])
+        for (parameter, size, outside), part in zip(entries, flat.split(sizes), strict=True):
+            slot = _Slot(parameter, part.view(size), outside)
+            live.slots.append(slot)
+            if outside is None:
+                self._home[id(parameter)] = slot.place
+            else:
+                self._home.setdefault(id(parameter), torch.zeros_like(parameter))
             self._in_buckets.setdefault(id(parameter), []).append(live)
         self._buckets.append(live)
 

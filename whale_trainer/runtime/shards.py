@@ -229,21 +229,25 @@ def _before(module: nn.Module, group: dist.ProcessGroup) -> None:
 def _sum_after(module: nn.Module, group: dist.ProcessGroup) -> None:
     """Partial products are summed before the bias is added, so that it counts once."""
 
-    def forward(x: Tensor) -> Tensor:
-        out = sum_over_group(F.linear(x, module.weight), group)
-        return out if module.bias is None else out + module.bias
+    linear: Any = module
 
-    module.forward = forward  # type: ignore[method-assign]
+    def forward(x: Tensor) -> Tensor:
+        out = sum_over_group(F.linear(x, linear.weight), group)
+        return out if linear.bias is None else out + linear.bias
+
+    linear.forward = forward
 
 
 def _embed_part(module: nn.Embedding, part: Interval, group: dist.ProcessGroup) -> None:
+    embedding: Any = module
+
     def forward(tokens: Tensor) -> Tensor:
         local = tokens - part.start
         is_ours = (local >= 0) & (local < len(part))
-        rows = F.embedding(local.clamp(0, len(part) - 1), module.weight) * is_ours.unsqueeze(-1)
+        rows = F.embedding(local.clamp(0, len(part) - 1), embedding.weight) * is_ours.unsqueeze(-1)
         return sum_over_group(rows, group)
 
-    module.forward = forward  # type: ignore[method-assign]
+    embedding.forward = forward
 
 
 def _spread_kv(module: nn.Module, split: ModuleSplit, heads: Interval) -> None:
