@@ -84,10 +84,10 @@ class GradientSums:
         sizes = [shape.numel() for _, shape, _ in entries]
         flat = torch.zeros(sum(sizes), dtype=entries[0][0].dtype, device=entries[0][0].device)
         live = _LiveBucket(flat, self._mesh.sum_group(bucket.ranks), [])
-        for (parameter, size, outside), part in zip(entries, flat.split(sizes), strict=True):
-            slot = _Slot(parameter, part.view(size), outside)
+        for (parameter, size, where), part in zip(entries, flat.split(sizes), strict=True):
+            slot = _Slot(parameter, part.view(size), where)
             live.slots.append(slot)
-            if outside is None:
+            if where is None:
                 self._home[id(parameter)] = slot.place
             else:
                 self._home.setdefault(id(parameter), torch.zeros_like(parameter))
