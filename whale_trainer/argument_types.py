@@ -16,6 +16,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from whale_trainer.validation import did_you_mean
 
+LEFT_OPEN = "???"
+"""What a YAML file of Hydra's holds for a value that the user has to give; told apart from wrong values."""
 _ANYTHING = ""
 _SEQUENCES = (list, tuple, collections.abc.Sequence, collections.abc.Iterable, collections.abc.Collection)
 
@@ -34,7 +36,7 @@ def type_problem(value: object, annotation: Any) -> str | None:
     """What is wrong with `value` for an argument of that annotation, or None."""
     if isinstance(value, float) and math.isnan(value):
         return "nan is not a number that anything can be computed with"
-    if isinstance(value, Mapping) and "_target_" in value:
+    if value == LEFT_OPEN or (isinstance(value, Mapping) and "_target_" in value):
         return None
     allowed: list[str] = []
     for alternative in _writable(annotation):

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError
 
+from whale_trainer.argument_types import LEFT_OPEN
 from whale_trainer.cluster import Cluster, load_cluster
 from whale_trainer.config_rules import (
     callback_problems,
@@ -36,8 +37,6 @@ from whale_trainer.validation import did_you_mean, problems_of, yaml_path
 
 __all__ = ["CheckpointConfig", "Config", "DataConfig", "LoggerConfig", "Target", "TrainerConfig", "load_config"]
 
-MISSING = "???"
-"""What a YAML file of Hydra's holds for a value that the user has to give."""
 _NOT_GIVEN = "is missing, and has to be given"
 
 
@@ -277,7 +276,7 @@ def _no_problems(target: Target) -> Iterator[Problem]:
 
 def _missing_values(value: object, path: str) -> Iterator[Problem]:
     """Each value that a YAML file leaves to the user."""
-    if value == MISSING:
+    if value == LEFT_OPEN:
         yield Problem(path, f"{_NOT_GIVEN}: {path}=VALUE")
     elif isinstance(value, Mapping):
         for key, item in value.items():

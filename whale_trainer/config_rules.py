@@ -27,9 +27,11 @@ def model_problems(target: Target) -> Iterator[Problem]:
 def dataset_problems(target: Target) -> Iterator[Problem]:
     """A class has to be map-style, since each rank reads its rows of the global batch by their position."""
     call = target.locate()
-    lacking = [name for name in ("__getitem__", "__len__") if inspect.isclass(call) and not hasattr(call, name)]
-    if lacking:
-        found = f"without {' and '.join(lacking)}"
+    if not inspect.isclass(call):
+        return
+    lacking = [name for name in ("__getitem__", "__len__") if not hasattr(call, name)]
+    if lacking or _is_subclass(call, "torch.utils.data", "IterableDataset"):
+        found = f"a class without {' and '.join(lacking)}" if lacking else "an iterable-style data set"
         yield _wrong(target, found, "a map-style data set: each rank reads its rows by their position")
 
 
