@@ -49,10 +49,11 @@ def edited(plain: Mapping[str, Any], edits: Mapping[str, Any]) -> dict[str, Any]
         owner: Any = found
         for step in parents:
             owner = owner[int(step)] if isinstance(owner, list) else owner.setdefault(step, {})
+        key: Any = int(last) if isinstance(owner, list) else last
         if value is DROPPED:
-            del owner[last]
+            del owner[key]
         else:
-            owner[int(last) if isinstance(owner, list) else last] = value
+            owner[key] = value
     return found
 
 
