@@ -112,8 +112,13 @@ def failure_text(failure: Failure, device: str) -> str:
     """What the user reads of it, once in a job: which rank, on which device, what, and where the rest stands."""
     if failure.is_refusal:
         return f"{failure.text}\n"
+    hint = (
+        "\n  No other rank failed: one did not come within timeout_s, or the network broke."
+        if failure.is_consequence
+        else ""
+    )
     log = f"\n  The whole traceback is in {failure.log}" if failure.log else ""
-    return f"rank {failure.rank} ({device}) failed: {failure.text}{log}\n"
+    return f"rank {failure.rank} ({device}) failed: {failure.text}{hint}{log}\n"
 
 
 def first_failure(failures: Iterable[Failure]) -> Failure | None:

@@ -140,6 +140,6 @@ class Reporter:
             return code
         self(error)
         assert self.failure is not None
-        if self.failure.is_consequence:
+        if self.failure.is_consequence and not isinstance(error, SystemExit):  # or else a signal came already
             time.sleep(CONSEQUENCE_WAIT_S)
         return 2 if self.failure.is_refusal else 1
