@@ -11,6 +11,7 @@ from typing import Any
 
 import pytorch_lightning as pl
 from pytorch_lightning.callbacks import Callback, ModelCheckpoint, ProgressBar, RichProgressBar
+from pytorch_lightning.trainer.states import TrainerFn
 from typing_extensions import override
 
 from whale_trainer.failure import report
@@ -21,34 +22,44 @@ _LINE_EVERY_S = 5.0
 
 
 class Checkpoints(ModelCheckpoint):
-    """Lightning's ModelCheckpoint with our folders, `checkpoints/step-000020`, and one at the last step of a run.
-
-    `monitor` keeps the best and, beside them, the last; without it `save_top_k` is 1 (the newest), -1 (all) or 0.
-    """
+    """Lightning's ModelCheckpoint with our folders, `checkpoints/step-000020`: base of the newest and of the best."""
 
     FILE_EXTENSION = ""
 
-    def __init__(
-        self,
-        run_dir: Path,
-        record: RunRecord | None = None,
-        *,
-        every_n_steps: int | None = None,
-        monitor: str | None = None,
-        save_top_k: int = 1,
-    ) -> None:
+    def __init__(self, run_dir: Path, **options: Any) -> None:
         super().__init__(
             dirpath=run_dir / "checkpoints",
             filename="step-{step:06d}",
             auto_insert_metric_name=False,
             enable_version_counter=False,
-            every_n_train_steps=every_n_steps or 0,
-            every_n_epochs=0,
-            monitor=monitor,
-            save_top_k=save_top_k,
+            **options,
         )
+
+    @property
+    @override
+    def state_key(self) -> str:
+        # without the interval, so that a run may go on with another one
+        return self._generate_state_key(monitor=self.monitor, mode=self.mode)
+
+    def keeps(self, path: str) -> bool:
+        """Whether this callback counts `path` among those it keeps."""
+        return path == self.best_model_path or path in self.best_k_models
+
+    @override
+    def _should_remove_checkpoint(self, trainer: pl.Trainer, previous: str, current: str) -> bool:
+        others = (c for c in trainer.checkpoint_callbacks if isinstance(c, Checkpoints) and c is not self)
+        kept = any(other.keeps(previous) for other in others)
+        return not kept and super()._should_remove_checkpoint(trainer, previous, current)
+
+
+class NewestCheckpoints(Checkpoints):
+    """A checkpoint every n steps, and one at the last step; `save_top_k` 1 keeps the newest, -1 all, 0 makes none."""
+
+    def __init__(
+        self, run_dir: Path, record: RunRecord, *, every_n_steps: int | None = None, save_top_k: int = 1
+    ) -> None:
+        super().__init__(run_dir, every_n_train_steps=every_n_steps or 0, every_n_epochs=0, save_top_k=save_top_k)
         self._record = record
-        self._last_step_saved = 0
 
     @override
     def on_train_batch_end(
@@ -58,27 +69,27 @@ class Checkpoints(ModelCheckpoint):
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         # not left to on_train_end, where Lightning counts the epoch as done, though the last step may be in its middle
         if trainer.global_step == trainer.estimated_stepping_batches:
-            self._save_last(trainer)
-        if self._record is not None and self._last_global_step_saved != before:
+            self._save_now(trainer)
+        if self._last_global_step_saved != before:
             self._record.clock.restart()
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_train_end(trainer, pl_module)
-        if trainer.global_step:
-            self._save_last(trainer)  # a run that was stopped early
+        self._save_now(trainer)  # a run that was stopped early
 
-    def _save_last(self, trainer: pl.Trainer) -> None:
-        step = trainer.global_step
-        if self.save_top_k == 0 or step in (self._last_global_step_saved, self._last_step_saved):
-            return
-        candidates = self._monitor_candidates(trainer)
-        if self.monitor is None:
-            self._save_topk_checkpoint(trainer, candidates)
-        else:
-            # out of the competition for the best, which this step may still enter after its validation
-            trainer.save_checkpoint(self.format_checkpoint_name(candidates))
-        self._last_step_saved = step
+    def _save_now(self, trainer: pl.Trainer) -> None:
+        if trainer.global_step and not self._should_skip_saving_checkpoint(trainer):
+            self._save_topk_checkpoint(trainer, self._monitor_candidates(trainer))
+
+
+class BestCheckpoints(Checkpoints):
+    """The best by `monitor`, which is looked at after each validation: at a step it would be that of an older one."""
+
+    def __init__(self, run_dir: Path, *, monitor: str, save_top_k: int = 1) -> None:
+        super().__init__(
+            run_dir, monitor=monitor, save_top_k=save_top_k, every_n_epochs=1, save_on_train_epoch_end=False
+        )
 
 
 class ProgressLines(ProgressBar):
@@ -115,7 +126,8 @@ class ProgressLines(ProgressBar):
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._is_enabled and not trainer.sanity_checking and self._record.val_loss is not None:
+        in_training = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
+        if self._is_enabled and in_training and self._record.val_loss is not None:
             _log.info("step %d  validation loss %.4f", trainer.global_step, self._record.val_loss)
 
 

@@ -1,12 +1,13 @@
 """mode=predict: a sample of text from a language model, or the outputs of any other model in one file.
 
-A data set of text offers `encode(text)` and `decode(tokens)`; its samples hold `tokens`. Works under any plan: the
-strategy runs the forward passes.
+A data set of text is one of bytes, or offers `decode(tokens) -> str`; its samples hold `tokens`. Works under any plan:
+the strategy runs the forward passes.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.utils.data import DataLoader, Subset
 from typing_extensions import override
 
 from whale_trainer.data import RankBatch
+from whale_trainer.datasets import TextWindows
 from whale_trainer.generate import generate
 from whale_trainer.strategy import WhaleStrategy
 
@@ -32,7 +34,7 @@ class TextSample(Callback):
     def __init__(self, loader: DataLoader[Any], run_dir: Path) -> None:
         dataset: Any = loader.dataset
         self._tokens: Tensor = dataset[0]["tokens"]
-        self._decode = dataset.decode
+        self._decode = _decoder(dataset)
         self._file = run_dir / "sample.txt"
         # the loop needs one batch to run over; the text is made before it
         self.loader: DataLoader[Any] = DataLoader(Subset(dataset, [0]), collate_fn=loader.collate_fn)
@@ -50,6 +52,7 @@ class TextSample(Callback):
             num_tokens=NUM_TOKENS,
             seed=strategy.seed,
         )
+        assert self._decode is not None
         text = self._decode([*prompt, *tokens])
         if trainer.is_global_zero:
             self._file.write_text(text + "\n")
@@ -82,8 +85,15 @@ class Outputs(Callback):
 def predictions_for(loader: DataLoader[Any], run_dir: Path) -> TextSample | Outputs:
     """What mode=predict makes of this data set."""
     dataset: Any = loader.dataset
-    is_text = hasattr(dataset, "decode") and len(dataset) and isinstance(dataset[0], dict) and "tokens" in dataset[0]
+    is_text = _decoder(dataset) is not None and isinstance(dataset[0], dict) and "tokens" in dataset[0]
     return TextSample(loader, run_dir) if is_text else Outputs(loader, run_dir)
+
+
+def _decoder(dataset: Any) -> Callable[[list[int]], str] | None:
+    """From tokens to text; None for data that is no text."""
+    if isinstance(dataset, TextWindows):
+        return lambda tokens: bytes(tokens).decode("utf-8", errors="replace")
+    return getattr(dataset, "decode", None)
 
 
 def _forward(strategy: WhaleStrategy, window: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ import json
 import logging
 import sys
 import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from pytorch_lightning.loggers import Logger
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 from torch.utils.data import DataLoader
 
-from whale_trainer.callbacks import Checkpoints, ProgressDisplay, ProgressLines, RankGuard
+from whale_trainer.callbacks import BestCheckpoints, NewestCheckpoints, ProgressDisplay, ProgressLines, RankGuard
 from whale_trainer.checkpoint import newest_checkpoint, read_checkpoint
 from whale_trainer.config import Config
 from whale_trainer.lightning_plugins import PlanEnvironment
@@ -47,6 +48,7 @@ _NOISE = (
     r".*`isinstance\(treespec, LeafSpec\)` is deprecated.*",
     r".*GPU available but not used.*",
     r".*You defined a `validation_step` but have no `val_dataloader`.*",
+    r".*callbacks used to create the checkpoint need to be provided.*",
 )
 """Warnings of Lightning's that tell our users nothing, since its advice does not fit a plan."""
 
@@ -80,7 +82,7 @@ def run_rank(config: Config, plan: Plan, spec: ModelSpec | None, run_dir: Path, 
         if info.rank == 0:
             # what went wrong must not be hidden by a summary that a full disk does not take
             with contextlib.suppress(OSError) if exit_code else contextlib.nullcontext():
-                write_summary(run_dir, _summary(run_dir, plan, record, trainer, info, exit_code))
+                write_summary(run_dir, _summary(config.mode, run_dir, plan, record, trainer, info, exit_code))
         finish_logger(logger, exit_code)
 
 
@@ -97,9 +99,9 @@ def run_mode(
     if mode == "fit":
         trainer.fit(module, loaders["train"], loaders.get("validation"), ckpt_path=path)
     elif mode == "validate":
-        trainer.validate(module, loaders["validation"], ckpt_path=path, verbose=trainer.is_global_zero)
+        _tell(trainer.validate(module, loaders["validation"], ckpt_path=path, verbose=False))
     elif mode == "test":
-        trainer.test(module, loaders["test"], ckpt_path=path, verbose=trainer.is_global_zero)
+        _tell(trainer.test(module, loaders["test"], ckpt_path=path, verbose=False))
     else:
         assert mode == "predict"
         callback = predictions_for(loaders["predict"], run_dir)
@@ -145,11 +147,10 @@ def build_callbacks(config: Config, run_dir: Path, record: RunRecord, *, has_pro
     if has_progress:
         found.append(ProgressDisplay(record) if sys.stdout.isatty() else ProgressLines(record))
     found += [target.build() for target in config.callbacks.values()]
-    found.append(
-        Checkpoints(
-            run_dir, record, every_n_steps=saving.every_n_steps, monitor=saving.monitor, save_top_k=saving.save_top_k
-        )
-    )
+    if saving.monitor is not None:
+        found.append(BestCheckpoints(run_dir, monitor=saving.monitor, save_top_k=saving.save_top_k))
+    newest = 1 if saving.monitor is not None else saving.save_top_k
+    found.append(NewestCheckpoints(run_dir, record, every_n_steps=saving.every_n_steps, save_top_k=newest))
     return found
 
 
@@ -187,6 +188,12 @@ def quiet(rank: int) -> None:
         warnings.filterwarnings("ignore", module=r"pytorch_lightning|lightning_fabric")
 
 
+def _tell(results: Sequence[Mapping[str, float]]) -> None:
+    """One line for each data set: what was found on it."""
+    for metrics in results:
+        _log.info("  ".join(f"{name} {value:.6g}" for name, value in metrics.items()))
+
+
 def _overrides(run_dir: Path) -> list[str]:
     """The command line's overrides, as Hydra wrote them into the run folder."""
     with contextlib.suppress(OSError, yaml.YAMLError):
@@ -196,22 +203,36 @@ def _overrides(run_dir: Path) -> list[str]:
 
 
 def _summary(
-    run_dir: Path, plan: Plan, record: RunRecord, trainer: pl.Trainer | None, info: RankInfo, exit_code: int
+    mode: str,
+    run_dir: Path,
+    plan: Plan,
+    record: RunRecord,
+    trainer: pl.Trainer | None,
+    info: RankInfo,
+    exit_code: int,
 ) -> dict[str, Any]:
     former: dict[str, Any] = {}
     with contextlib.suppress(OSError, ValueError):
-        former = json.loads((run_dir / SUMMARY).read_text())  # what was known before the start, such as search_s
+        former = json.loads((run_dir / SUMMARY).read_text())
     samples_per_s, step_s = record.speed()
-    return make_summary(
+    summary = make_summary(
         plan,
         steps=0 if trainer is None else trainer.global_step,
         train_loss=record.train_loss,
         val_loss=record.val_loss,
         samples_per_s=samples_per_s,
         step_s=step_s,
-        search_s=former.get("search_s"),
+        search_s=former.get("search_s"),  # known before the ranks were started
         is_comparable=info.device.type == "cuda",
         busy_fractions=record.busy_fractions,
         peak_memory_bytes=record.peak_memory_bytes,
         exit_code=exit_code,
     )
+    if mode == "fit":
+        return summary
+    # what was trained in this folder before still holds
+    return {
+        **former,
+        **{name: value for name, value in summary.items() if value or name not in former},
+        "exit": exit_code,
+    }
