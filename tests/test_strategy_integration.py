@@ -24,6 +24,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*LeafSpec.*"),
     pytest.mark.filterwarnings("ignore:.*smaller than the logging interval.*"),
     pytest.mark.filterwarnings("ignore:.*but have no `val_dataloader`.*"),
+    pytest.mark.filterwarnings("ignore:.*exists and is not empty.*"),
 ]
 
 DATA_3_1 = plan_of([tile((0, 6), (0, 3), 0), tile((0, 6), (3, 4), 1)], micro_batches=3, global_batch=12)
@@ -86,7 +87,7 @@ def test_resume_continues_exactly(tmp_path: Path) -> None:
     whole = run_ranks(fit_rank, 4, fit, str(tmp_path / "a"))[0]
     assert sorted(p.name for p in (tmp_path / "a").iterdir()) == [f"step-{s:06d}" for s in range(1, 7)]
     for step in (2, 3):  # at the end of an epoch, and in the middle of one
-        left = run_ranks(fit_rank, 4, fit, None, str(tmp_path / "a" / f"step-{step:06d}"))[0]
+        left = run_ranks(fit_rank, 4, fit, str(tmp_path / "a"), str(tmp_path / "a" / f"step-{step:06d}"))[0]
         assert left.losses == whole.losses[step:]
         assert left.rates == whole.rates[step:]
         assert left.ids == whole.ids[step:]
@@ -217,7 +218,7 @@ class Endless(IterableDataset[Any]):
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        (DataLoader(Endless(), batch_size=12), ["Endless", "map-style"]),
+        (DataLoader(Endless(), batch_size=12), ["Endless", "IterableDataset", "__getitem__"]),
         (loader(20, 8), ["8", "12", "global"]),
     ],
     ids=["iterable", "batch size"],
