@@ -80,6 +80,10 @@ def no_optimizer(named_parameters: Any) -> int:
     return len(list(named_parameters))
 
 
+def no_schedule(optimizer: Any) -> None:
+    """Called like a schedule, and gives nothing."""
+
+
 def takes_nothing() -> None:
     """Cannot be called with parameters."""
 

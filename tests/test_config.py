@@ -160,7 +160,8 @@ PLACES = {
         "optimizer._target_",
         ["gives int, no torch optimizer", "torch.optim.AdamW"],
     ),
-    "partial optimizer": ({"optimizer._partial_": True}, "optimizer._target_", ["waits for more", "AdamW"]),
+    "partial optimizer": ({"optimizer._partial_": True}, "optimizer._partial_", ["true: ", "leave it out"]),
+    "partial callback": ({"callbacks.watcher._partial_": True}, "callbacks.watcher._partial_", ["leave it out"]),
     "takes no parameters": (
         {"optimizer": {"_target_": "config_targets.takes_nothing"}},
         "optimizer._target_",
@@ -175,6 +176,7 @@ PLACES = {
     "betas": ({"optimizer.betas": [0.9]}, "optimizer.betas", ["[0.9] is not a list of 2"]),
     "num_steps given": ({"scheduler.num_steps": 3}, "scheduler.num_steps", ["by the program itself"]),
     "the schedule's own rule": ({"scheduler.final_fraction": 2.0}, "scheduler", ["2.0 is not between 0 and 1"]),
+    "warm-up in parts": ({"scheduler.warmup_steps": 2.5}, "scheduler.warmup_steps", ["2.5 is not an integer"]),
     "warm-up": ({"scheduler.warmup_steps": -1}, "scheduler", ["warmup_steps -1 is below 0"]),
     "on a metric": (
         {"scheduler": {"_target_": "torch.optim.lr_scheduler.ReduceLROnPlateau"}},
@@ -186,7 +188,11 @@ PLACES = {
         "scheduler",
         ["cannot be made: TypeError"],
     ),
-    "gives no schedule": ({"scheduler._partial_": True}, "scheduler._target_", ["waits for more", "LRScheduler"]),
+    "gives no schedule": (
+        {"scheduler": {"_target_": "config_targets.no_schedule"}},
+        "scheduler._target_",
+        ["gives NoneType, no schedule", "LRScheduler"],
+    ),
     "callbacks list": ({"callbacks": []}, "callbacks", ["[] is not a mapping of names", "NAME"]),
     "one callback": (
         {"callbacks": {"_target_": "config_targets.Watcher"}},
@@ -216,6 +222,11 @@ SECTIONS = {
     "clipping's way": ({"trainer.gradient_clip_algorithm": "Norm"}, "trainer.gradient_clip_algorithm", ["mean norm?"]),
     "fraction": ({"trainer.limit_val_batches": 1.5}, "trainer.limit_val_batches", ["1.5 is no limit", "0.25"]),
     "limit": ({"trainer.limit_train_batches": True}, "trainer.limit_train_batches", ["True is no limit"]),
+    "no training": (
+        {"trainer.limit_train_batches": 0},
+        "trainer.limit_train_batches",
+        ["0 trains on nothing", "from 1"],
+    ),
     "interval": ({"trainer.val_check_interval": 0}, "trainer.val_check_interval", ["0 is no interval", "steps from 1"]),
     "trainer key": ({"trainer.max_step": 4}, "trainer.max_step", ["unknown key", "did you mean max_steps?"]),
     "log": ({"trainer.log_every_n_steps": 0}, "trainer.log_every_n_steps", ["0 is below 1"]),

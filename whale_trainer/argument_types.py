@@ -7,6 +7,7 @@ that is not known here takes anything, since a class may be made from text or a 
 from __future__ import annotations
 
 import collections.abc
+import contextlib
 import inspect
 import math
 import types
@@ -23,13 +24,16 @@ _SEQUENCES = (list, tuple, collections.abc.Sequence, collections.abc.Iterable, c
 
 
 def hints_of(call: Callable[..., Any]) -> dict[str, Any]:
-    """The annotations of a class's or function's arguments; none where they cannot be resolved."""
-    function = getattr(call, "__init__", call) if inspect.isclass(call) else call
-    try:
-        return typing.get_type_hints(function)
-    except Exception:
-        # names that exist for type checkers only, or a callable object without annotations
-        return {}
+    """The annotations of a class's or function's arguments, without those that cannot be resolved."""
+    function = inspect.unwrap(getattr(call, "__init__", call) if inspect.isclass(call) else call)
+    names = getattr(function, "__globals__", {})
+    found: dict[str, Any] = {}
+    for name, annotation in getattr(function, "__annotations__", {}).items():
+        # one by one: a name that exists for type checkers only spoils its own argument, not the others
+        with contextlib.suppress(Exception):
+            alone = types.SimpleNamespace(__annotations__={name: annotation})
+            found |= typing.get_type_hints(alone, globalns=names)
+    return found
 
 
 def type_problem(value: object, annotation: Any) -> str | None:

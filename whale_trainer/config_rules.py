@@ -14,7 +14,8 @@ from typing import Any
 from whale_trainer.config_target import Target, check_target
 from whale_trainer.errors import ConfigError, Problem
 
-_ELEMENTS = ("torch.optim.AdamW", "whale_trainer.schedules.warmup_cosine")
+_OPTIMIZER = "torch.optim.AdamW"
+_SCHEDULE = "whale_trainer.schedules.warmup_cosine"
 
 
 def model_problems(target: Target) -> Iterator[Problem]:
@@ -46,9 +47,7 @@ def optimizer_problems(target: Target) -> Iterator[Problem]:
     """The form of the numbers that all optimizers share, and that a class is an optimizer of torch's kind."""
     call = target.locate()
     if inspect.isclass(call) and not _is_subclass(call, "torch.optim", "Optimizer"):
-        yield _wrong(
-            target, "no torch optimizer", f"a class derived from torch.optim.Optimizer, such as {_ELEMENTS[0]}"
-        )
+        yield _wrong(target, "no torch optimizer", f"a class derived from torch.optim.Optimizer, such as {_OPTIMIZER}")
         return
     for name in ("lr", "weight_decay"):
         value = target.arguments.get(name)
@@ -68,8 +67,8 @@ def trial_problems(optimizer: Target, scheduler: Target | None, num_steps: int) 
         yield from error.problems
         return
     if not isinstance(made, torch.optim.Optimizer):
-        remedy = f"a torch optimizer, such as {_ELEMENTS[0]}"
-        yield _wrong(optimizer, f"{_kind(made)}, no torch optimizer", remedy, gives=True)
+        remedy = f"a torch optimizer, such as {_OPTIMIZER}"
+        yield _wrong(optimizer, f"{type(made).__name__}, no torch optimizer", remedy, gives=True)
     elif scheduler is not None:
         yield from _schedule_problems(scheduler, made, num_steps)
 
@@ -84,10 +83,10 @@ def _schedule_problems(target: Target, optimizer: Any, num_steps: int) -> Iterat
         return
     if isinstance(made, ReduceLROnPlateau):
         text = "waits for a metric, and schedules are stepped once for each optimizer step without one"
-        yield Problem(f"{target.path}._target_", f"{target.target} {text}; use such as {_ELEMENTS[1]}")
+        yield Problem(f"{target.path}._target_", f"{target.target} {text}; use such as {_SCHEDULE}")
     elif not isinstance(made, LRScheduler):
-        remedy = f"a torch schedule (LRScheduler), such as {_ELEMENTS[1]}"
-        yield _wrong(target, f"{_kind(made)}, no schedule", remedy, gives=True)
+        remedy = f"a torch schedule (LRScheduler), such as {_SCHEDULE}"
+        yield _wrong(target, f"{type(made).__name__}, no schedule", remedy, gives=True)
 
 
 def checked(
@@ -102,10 +101,6 @@ def checked(
 def _is_subclass(call: type, module: str, name: str) -> bool:
     """Whether `call` derives from a class of torch or Lightning; without its module loaded nothing does."""
     return module in sys.modules and issubclass(call, getattr(sys.modules[module], name))
-
-
-def _kind(value: object) -> str:
-    return "a function that waits for more (_partial_)" if callable(value) else type(value).__name__
 
 
 def _wrong(target: Target, found: str, allowed: str, *, gives: bool = False) -> Problem:

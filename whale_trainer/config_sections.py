@@ -95,6 +95,12 @@ def _precision(word: str) -> str:
 Limit = Annotated[int | float | None, BeforeValidator(_limit)]
 
 
+def _above_zero(limit: int | float | None) -> int | float | None:
+    if limit == 0:
+        raise refusal(f"{limit!r} trains on nothing; allowed: a number of batches from 1, a fraction above 0, or null")
+    return limit
+
+
 class TrainerConfig(Section):
     """How long and in what precision; what Lightning's Trainer is given."""
 
@@ -108,7 +114,7 @@ class TrainerConfig(Section):
     """Steps, or as a float the fraction of an epoch; None: at the end of an epoch."""
     check_val_every_n_epoch: int | None = Field(default=None, ge=1, description="an integer from 1, or null")
     """None: steps of `val_check_interval` are counted over all epochs, and fractions hold for each epoch."""
-    limit_train_batches: Limit = None
+    limit_train_batches: Annotated[Limit, AfterValidator(_above_zero)] = None
     limit_val_batches: Limit = None
     limit_test_batches: Limit = None
     limit_predict_batches: Limit = None

@@ -23,6 +23,8 @@ from whale_trainer.errors import ConfigError, Problem, WhaleError
 from whale_trainer.validation import did_you_mean, nearest, yaml_path
 
 _SPECIAL = ("_target_", "_partial_")
+_MADE_AT_ONCE = ("model", "data.train", "data.validation", "data.test", "optimizer", "scheduler")
+"""Places where a function that waits for more arguments would be of no use."""
 
 
 class Target(BaseModel):
@@ -112,6 +114,8 @@ def check_target(target: Target, *, given: int = 0, offered: Iterable[str] = ())
     except ConfigError as error:
         return list(error.problems)
     problems = list(_argument_problems(target, call, given, tuple(offered)))
+    if target.is_partial and (target.path in _MADE_AT_ONCE or target.path.startswith("callbacks.")):
+        problems.append(Problem(f"{target.path}._partial_", "true: this is made at once; leave it out"))
     for name, value in target.arguments.items():
         problems += _nested_problems(value, f"{target.path}.{name}")
     return problems
@@ -159,7 +163,7 @@ def _argument_problems(
     for name, parameter in named.items():
         is_set = name in taken or name in offered or name in target.arguments
         if parameter.default is kinds.empty and not is_set:
-            remedy = "give it, or _partial_: true where it comes later"
+            remedy = "give it" if target.path in _MADE_AT_ONCE else "give it, or _partial_: true where it comes later"
             yield Problem(f"{target.path}.{name}", f"is missing: {target.target} needs it; {remedy}")
 
 
