@@ -18,6 +18,7 @@ import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
 from lightning_fabric.plugins import ClusterEnvironment
+from lightning_fabric.plugins.environments import LightningEnvironment
 from pytorch_lightning.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from pytorch_lightning.strategies.parallel import ParallelStrategy
 from pytorch_lightning.trainer.states import TrainerFn
@@ -104,7 +105,7 @@ class WhaleStrategy(ParallelStrategy):
         assert environment is not None
         if self.plan.num_ranks == 1 or dist.is_initialized():
             return
-        if not environment.creates_processes_externally:
+        if isinstance(environment, LightningEnvironment):  # the script was started again for each rank
             environment.set_world_size(self.plan.num_ranks)
             environment.set_global_rank(environment.local_rank())
         dist.init_process_group(
