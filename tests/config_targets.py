@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
 
 import torch
 from pytorch_lightning.callbacks import Callback
@@ -29,6 +30,8 @@ class Net(nn.Module):
         sizes: tuple[int, int] = (1, 2),
         options: dict[str, int] | None = None,
         inner: Any = None,
+        depths: Sequence[int] = (),
+        scale: Annotated[float, "above 0"] = 1.0,
     ) -> None:
         super().__init__()
         if width % 2:
@@ -68,6 +71,11 @@ class Rows:
 
 class Stream(torch.utils.data.IterableDataset[int]):
     """A data set without positions."""
+
+
+def make_rows() -> Rows:
+    """A function that gives a data set."""
+    return Rows()
 
 
 def stack(samples: list[torch.Tensor], scale: float = 1.0) -> torch.Tensor:

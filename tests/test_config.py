@@ -13,7 +13,7 @@ import pytest
 import torch
 from configs import DROPPED, edited, small_config
 
-from whale_trainer.config import Config, load_config
+from whale_trainer.config import Config, Target, load_config
 from whale_trainer.errors import ConfigError
 from whale_trainer.schedules import warmup_cosine
 
@@ -100,6 +100,8 @@ TARGETS = {
     "list too short": ({"model.sizes": [1]}, "model.sizes", ["[1] is not a list of 2"]),
     "list item": ({"model.sizes": [1, 2.5]}, "model.sizes", ["2.5 is not an integer"]),
     "text as list": ({"model.sizes": "12"}, "model.sizes", ["'12' is not a list"]),
+    "number as sequence": ({"model.depths": 3}, "model.depths", ["3 is not a list"]),
+    "annotated": ({"model.scale": "big"}, "model.scale", ["'big' is not a number"]),
     "list as mapping": ({"model.options": [1]}, "model.options", ["[1] is not a mapping or null"]),
     "hydra's other keys": ({"model._args_": [1]}, "model._args_", ["not known here", "by their names"]),
     "partial": ({"model._partial_": "yes"}, "model._partial_", ["'yes' is not true or false"]),
@@ -322,6 +324,9 @@ def test_a_module_that_exits_names_its_exit(tmp_path: Path, monkeypatch: pytest.
         {"model": {"_target_": "config_targets.Anything", "whatever": [1, {"a": None}]}},
         {"model.rate": 1, "model.sizes": [3, 4], "model.options": {"a": 1}, "model.kind": "gelu"},
         {"model.inner": {"_target_": "torch.nn.Identity"}},
+        {"model.inner": {"_target_": "builtins.dict", "any": 1}},
+        {"model.depths": [1, 2, 3], "model.scale": 2},
+        {"data.train": {"_target_": "config_targets.make_rows"}, "trainer.limit_train_batches": 3},
         {"data.collate": {"_target_": "config_targets.stack", "_partial_": True, "scale": 2.0}},
         {"data.train": {"_target_": "torch.utils.data.TensorDataset"}},
         {"optimizer": {"_target_": "torch.optim.SGD", "lr": 0}},
@@ -352,6 +357,8 @@ def test_the_config_keeps_what_was_given() -> None:
     assert config.data.of_mode("fit").arguments == {"num_rows": 8}
     assert config.data.of_mode("validate") is config.data.of_mode("predict") is config.data.validation
     assert config.data.shuffle
+    tested = loaded({"mode": "test", "data.test": {"_target_": "config_targets.Rows", "num_rows": 3}}).data
+    assert tested.of_mode("test") is tested.of_mode("predict") is tested.test
     with pytest.raises(ValueError, match="frozen"):
         config.seed = 1  # type: ignore[misc]
 
@@ -432,6 +439,13 @@ def test_a_nested_target_that_is_wrong_when_built_names_itself() -> None:
     with pytest.raises(ConfigError) as caught:
         config.model.build()
     assert caught.value.problems[0].path == "model.x"
+
+
+def test_targets_made_in_python_are_checked_when_built() -> None:
+    target = Target(path="model", target="config_targets.Anything", arguments={"x": {"_target_": 3}})
+    with pytest.raises(ConfigError) as caught:
+        target.build()
+    assert caught.value.problems[0].path == "model.x._target_"
 
 
 def test_warm_up_and_cosine() -> None:

@@ -13,7 +13,7 @@ import math
 import types
 import typing
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin
 
 from whale_trainer.validation import did_you_mean
 
@@ -48,8 +48,6 @@ def type_problem(value: object, annotation: Any) -> str | None:
         if words is None or words == _ANYTHING:
             return None
         allowed.append(words)
-    if not allowed:
-        return None
     choices = [str(a) for t in _writable(annotation) if get_origin(t) is Literal for a in get_args(t)]
     if choices and isinstance(value, str):
         return f"{value!r} is not allowed; {did_you_mean(value, choices)}"
@@ -63,8 +61,6 @@ def _writable(annotation: Any) -> list[Any]:
 
 
 def _alternatives(annotation: Any) -> list[Any]:
-    if get_origin(annotation) is Annotated:
-        return _alternatives(get_args(annotation)[0])
     if get_origin(annotation) in (Union, types.UnionType):
         return [a for member in get_args(annotation) for a in _alternatives(member)]
     return [annotation]
