@@ -114,15 +114,14 @@ class _RankRequests:
 
 
 class RankLoader(DataLoader[Any]):
-    """Yields a `RankBatch` for each global batch of an epoch. Its state, the place in the order, is alike on all ranks."""
+    """Yields a `RankBatch` for each global batch of an epoch. Its state, the place in the order, is no rank's own."""
 
     def __init__(self, requests: _RankRequests, dataset: Dataset[Any], **options: Any) -> None:
         super().__init__(dataset, batch_sampler=requests, collate_fn=_as_it_is, **options)  # type: ignore[arg-type]
         self._requests = requests
         self._reached = (0, 0)
         """Epoch and number of its batches that were handed out."""
-        self.batches_done: Callable[[], int] | None = None
-        """Tells how many batches of the epoch have been trained on, for a state taken in the middle of one."""
+        self._progress: Callable[[], tuple[int, int]] | None = None
 
     @property
     def order(self) -> EpochOrder:
@@ -131,12 +130,24 @@ class RankLoader(DataLoader[Any]):
     def set_epoch(self, epoch: int) -> None:
         self.order.set_epoch(epoch)
 
+    def follow(self, progress: Callable[[], tuple[int, int]]) -> None:
+        """Ask `progress` where training stands, (epoch, batches of it done), when an epoch begins or a state is taken.
+
+        Without it the epoch is what `set_epoch` was told, the first batch that of a loaded state, and a batch counts
+        as done when it is handed out. Lightning (2.6.6) tells an epoch too many after it resumed from the end of one,
+        and loads no state where a scheduler asked for `estimated_stepping_batches`; its own counts are right.
+        """
+        self._progress = progress
+
     def order_digest(self) -> str:
         """Hash of the order of the epoch, equal on all ranks unless a sampler of the user's draws by itself."""
         return self.order.digest()
 
     def __iter__(self) -> Iterator[RankBatch]:  # type: ignore[override]
-        # a generator, so that workers start reading with the first `next`: Lightning sets the epoch after `iter`
+        # a generator, so that nothing is read before the first `next`: Lightning tells the epoch after `iter`
+        if self._progress is not None:
+            self._requests.first = self._progress()
+            self.set_epoch(self._requests.first[0])
         epoch, first = self._requests.first
         self._reached = (self.order.epoch, first if epoch == self.order.epoch else 0)
         for batch in super().__iter__():
@@ -147,8 +158,8 @@ class RankLoader(DataLoader[Any]):
         """The epoch, the number of its batches that are done, and a hash of its order."""
         epoch, batch = self._reached
         batch = batch if epoch == self.order.epoch else 0
-        if self.batches_done is not None:
-            batch = min(batch, self.batches_done())
+        if self._progress is not None:
+            batch = min(batch, self._progress()[1])  # one may be handed out, but not trained on yet
         return {"epoch": self.order.epoch, "batch": batch, "order": self.order_digest()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
