@@ -1,7 +1,7 @@
 """A GPT-style decoder in plain PyTorch: grouped-query attention, tied embeddings, dropout on embedding and residuals.
 
-Knows nothing of ranks. What may be cut is declared as data in `tensor_split`; the attention reads its head counts off the
-tensors, so that the same code runs on a part of the heads.
+Knows nothing of ranks. What may be cut is declared as data in `tensor_split`; the attention reads its head counts off
+the tensors, so that the same code runs on a part of the heads.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Attention(nn.Module):
         self.k_norm = _norm(norm, self.head_dim, bias) if qk_norm else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        # [batch, time, heads * head_dim] -> [batch, heads, time, head_dim]; the number of heads here may be a part of all
+        # [batch, time, heads * head_dim] -> [batch, heads, time, head_dim]; the heads here may be a part of all
         q, k, v = (
             proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for proj in (self.q_proj, self.k_proj, self.v_proj)
@@ -127,9 +127,12 @@ class GPT(nn.Module):
         norm: str = "layer",
         positions: str = "learned",
     ) -> None:
-        """`hidden` is the feed-forward width (4 x `width` unless given); `norm` is layer or rms; `positions` learned or rotary."""
+        """`hidden` is the feed-forward width, 4 x `width` unless given; `norm` layer or rms; `positions` learned or rotary.
+
+        Raises `ValueError` for sizes that do not fit each other.
+        """
         super().__init__()
-        num_kv_heads = num_kv_heads or num_heads
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         _check(width, num_heads, num_kv_heads, norm, positions)
         self.num_layers = num_layers
         self.tensor_split = {
@@ -144,7 +147,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(
             Block(
                 Attention(width, num_heads, num_kv_heads, bias=bias, qk_norm=qk_norm, norm=norm, rotary=rotary),
-                FeedForward(width, hidden or 4 * width, bias=bias),
+                FeedForward(width, 4 * width if hidden is None else hidden, bias=bias),
                 (_norm(norm, width, bias), _norm(norm, width, bias)),
                 dropout,
             )
@@ -206,6 +209,8 @@ def _rotate(x: Tensor) -> Tensor:
 
 
 def _check(width: int, num_heads: int, num_kv_heads: int, norm: str, positions: str) -> None:
+    if num_heads < 1 or num_kv_heads < 1:
+        raise ValueError(f"num_heads {num_heads} and num_kv_heads {num_kv_heads} must be at least 1")
     if width % num_heads:
         raise ValueError(f"width {width} is not a multiple of num_heads {num_heads}: choose one that is")
     if num_heads % num_kv_heads:
