@@ -127,9 +127,8 @@ class GPT(nn.Module):
         norm: str = "layer",
         positions: str = "learned",
     ) -> None:
-        """`hidden` is the feed-forward width, 4 x `width` unless given; `norm` layer or rms; `positions` learned or rotary.
-
-        Raises `ValueError` for sizes that do not fit each other.
+        """`hidden` is the feed-forward width, 4 x `width` unless given; `norm` layer or rms; `positions` learned or
+        rotary. Raises `ValueError` for sizes that do not fit each other.
         """
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads

@@ -22,7 +22,7 @@ class Layer(nn.Module):
 
 
 class MLP(nn.Module):
-    """`depth` layers over batches `{"x": [B, num_inputs], "y": [B, num_outputs]}`; the loss is a sample's squared error."""
+    """`depth` layers over batches `{"x": [B, num_inputs], "y": [B, num_outputs]}`; the loss is the squared error."""
 
     tensor_split = {"blocks.*.up": "column", "blocks.*.down": "row"}  # noqa: RUF012 -- plain data, never changed
 

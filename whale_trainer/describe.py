@@ -6,6 +6,7 @@ Runs on the meta device, so a model of any size is described without its memory.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -28,7 +29,7 @@ def describe(model: nn.Module, batch: Any) -> ModelSpec:
     `ConfigError` for declarations that do not fit the model, layers that fail, and parameters outside all layers.
     """
     if not can_be_cut(model):
-        return _describe_whole(model)
+        return _describe_whole(model, batch)
     layers = layers_of(model)
     layer_of = _layers_of_modules(model, layers)
     splits = find_splits(model, layer_of)
@@ -45,15 +46,28 @@ def describe(model: nn.Module, batch: Any) -> ModelSpec:
     )
 
 
-def _describe_whole(model: nn.Module) -> ModelSpec:
-    """One layer for a module that does not tell its layers; its costs are guessed from its size."""
+def _describe_whole(model: nn.Module, batch: Any) -> ModelSpec:
+    """One layer for a module that does not tell its layers."""
     parameters = tuple(
         ParameterSpec(name, tuple(p.shape), p.element_size(), (0,), trainable=p.requires_grad)
         for name, p in model.named_parameters()
     )
-    size = sum(p.num_elements for p in parameters)
-    layer = LayerSpec("model", forward_flops=2.0 * size, split_flops=0.0, activation_bytes=0, boundary_bytes=0)
+    cost = _whole_cost(model, batch, sum(p.num_elements for p in parameters))
+    layer = LayerSpec("model", cost.forward_flops, 0.0, cost.activation_bytes, cost.boundary_bytes)
     return ModelSpec(type(model).__name__, (layer,), parameters, can_be_cut=False)
+
+
+def _whole_cost(model: nn.Module, batch: Any, num_elements: int) -> LayerCost:
+    """Measured where the module's forward takes such a batch; else each weight is taken to be used once.
+
+    The forward of a LightningModule is its author's own affair, or missing, so no failure matters here.
+    """
+    guess = LayerCost(forward_flops=2.0 * num_elements)
+    try:
+        cost = guess if batch is None else measure(model, batch, ())[0]
+    except Exception:
+        return guess
+    return cost if cost.forward_flops else replace(cost, forward_flops=guess.forward_flops)
 
 
 def _layer(index: int, name: str, cost: LayerCost, splits: Sequence[ModuleSplit]) -> LayerSpec:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import re
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,7 +19,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from whale_trainer.errors import ConfigError, Problem
-from whale_trainer.layers import first_inputs, layers_of
+from whale_trainer.layer_draws import NoDraws
+from whale_trainer.layers import first_inputs, layers_of, model_loss
 from whale_trainer.model_spec import ModuleSplit, SplitKind
 
 _FUSED_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -41,8 +41,8 @@ class LayerCost:
 def measure(model: nn.Module, batch: Any, splits: Sequence[ModuleSplit]) -> list[LayerCost]:
     """Costs of every layer for batches like `batch`, in training mode.
 
-    Raises `ConfigError` for a layer that fails, whose output cannot cross a bridge, or whose dropout no plan can
-    repeat.
+    Raises `ConfigError` for a layer that fails, whose output cannot cross a bridge, that draws numbers no plan can
+    repeat, or that uses a parameter of another layer.
     """
     meta = on_meta(model).train()
     batch = tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, batch)
@@ -51,9 +51,11 @@ def measure(model: nn.Module, batch: Any, splits: Sequence[ModuleSplit]) -> list
     layers = layers_of(meta)
     names = {id(m): name for name, m in meta.named_modules()}
     known: dict[tuple[str, str], tuple[LayerCost, Any]] = {}
-    costs = []
+    costs: list[LayerCost] = []
     x = first_inputs(meta, batch)
     for index, (name, layer) in enumerate(layers):
+        if index:
+            _check_samples_first(layers[index - 1][0], x, samples)
         prefix = names.get(id(layer), name)
         inside = [s for s in splits if s.layer == index]
         key = (_structure(layer, prefix, inside), str(tree_map(_shape, x)))
@@ -61,7 +63,19 @@ def measure(model: nn.Module, batch: Any, splits: Sequence[ModuleSplit]) -> list
             known[key] = _run(name, layer, x, samples, {id(meta.get_submodule(s.module)): s for s in inside})
         cost, x = known[key]
         costs.append(replace(cost, dropouts=tuple((f"{prefix}.{n}" if n else prefix, d) for n, d in cost.dropouts)))
-    return costs
+    kept = costs[-1].activation_bytes + _loss_bytes(meta, x, batch) // samples
+    return [*costs[:-1], replace(costs[-1], activation_bytes=kept)]
+
+
+def _loss_bytes(model: nn.Module, out: Any, batch: Any) -> int:
+    """Bytes that the model's loss keeps for the backward pass; 0 for one that needs real numbers, or none."""
+    kept = _Kept([])
+    try:
+        with kept.hooks():
+            model_loss(model, _with_gradient(out), batch)
+    except Exception:  # a loss may look at values, which the meta device has not
+        return 0
+    return kept.total
 
 
 def on_meta(model: nn.Module) -> nn.Module:
@@ -102,28 +116,18 @@ def _shape(leaf: Any) -> Any:
 
 def _run(name: str, layer: nn.Module, x: Any, samples: int, cut: dict[int, ModuleSplit]) -> tuple[LayerCost, Any]:
     dropouts: dict[str, int] = {}
-    own = {id(t) for t in (*layer.parameters(), *layer.buffers())}
-    kept: dict[int, int] = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        if id(tensor) not in own and (tensor._base is None or id(tensor._base) not in own):
-            storage = tensor.untyped_storage()
-            kept[storage._cdata] = storage.nbytes()
-            alive.append(tensor)
-        return tensor
-
-    alive: list[Tensor] = []  # so that no storage's address is used twice
+    own = [*layer.parameters(), *layer.buffers()]
+    kept = _Kept(own)
     hooks = [
         m.register_forward_pre_hook(lambda _m, args, n=n: dropouts.setdefault(n, args[0].shape[-1]) and None)
         for n, m in layer.named_modules()
         if type(m) is nn.Dropout
     ]
-    x = tree_map(lambda t: t.detach().requires_grad_(t.is_floating_point()) if isinstance(t, Tensor) else t, x)
     counter = FlopCounterMode(display=False, custom_mapping={_FUSED_ATTENTION: _attention_flops})
     split_flops = _CutFlops(counter, layer, cut)
     try:
-        with counter, _Watch(name), torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-            out = layer(x)
+        with counter, NoDraws(name), _Watch(name, own), kept.hooks():
+            out = layer(_with_gradient(x))
     except (ConfigError, NotImplementedError):
         raise
     except Exception as error:
@@ -133,15 +137,42 @@ def _run(name: str, layer: nn.Module, x: Any, samples: int, cut: dict[int, Modul
             handle.remove()
     _check_output(name, out)
     out_bytes = sum(t.numel() * t.element_size() for t in tree_leaves(out) if isinstance(t, Tensor))
-    total = counter.get_total_flops()
     cost = LayerCost(
-        total / samples,
+        counter.get_total_flops() / samples,
         split_flops.total / samples,
-        -(-sum(kept.values()) // samples),
+        -(-kept.total // samples),
         -(-out_bytes // samples),
         tuple(dropouts.items()),
     )
     return cost, tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, out)
+
+
+def _with_gradient(x: Any) -> Any:
+    """`x` as a layer gets it over a bridge: leaves that want a gradient where they can have one."""
+    return tree_map(lambda t: t.detach().requires_grad_(t.is_floating_point()) if isinstance(t, Tensor) else t, x)
+
+
+class _Kept:
+    """Bytes that autograd keeps for the backward pass, each storage once, without those of `own`."""
+
+    def __init__(self, own: Sequence[Tensor]) -> None:
+        self._own = {id(t) for t in own}
+        self._bytes: dict[int, int] = {}
+        self._alive: list[Tensor] = []  # so that no storage's address is used twice
+
+    @property
+    def total(self) -> int:
+        return sum(self._bytes.values())
+
+    def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
+        return torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor)
+
+    def _keep(self, tensor: Tensor) -> Tensor:
+        if id(tensor) not in self._own and (tensor._base is None or id(tensor._base) not in self._own):
+            storage = tensor.untyped_storage()
+            self._bytes[storage._cdata] = storage.nbytes()
+            self._alive.append(tensor)
+        return tensor
 
 
 class _CutFlops:
@@ -166,28 +197,30 @@ class _CutFlops:
 
 
 class _Watch(TorchFunctionMode):
-    """Refuses dropout that is no module of its own, and takes attention as the fused kernels compute it.
+    """Refuses parameters of other layers, and takes attention as the fused kernels compute it.
 
     On the meta device attention would fall back to the form that keeps the matrix of all scores.
     """
 
-    def __init__(self, layer: str) -> None:
+    def __init__(self, layer: str, own: Sequence[Tensor]) -> None:
         super().__init__()
         self._layer = layer
+        self._own = {id(t) for t in own}
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention and (kwargs.get("dropout_p") or (len(args) > 4 and args[4])):
-            raise self._refusal("attention dropout inside F.scaled_dot_product_attention")
-        if func is F.scaled_dot_product_attention and len(args) == 3 and kwargs.get("attn_mask") is None:
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, nn.Parameter) and id(leaf) not in self._own:
+                message = (
+                    f"uses a parameter of shape {tuple(leaf.shape)} that it does not hold, so no plan could place it: "
+                    "register it in this layer too (self.weight = other.weight), where it stays one tied parameter"
+                )
+                raise ConfigError([Problem(f"model.{self._layer}", message)])
+        # with dropout it falls back to the form that draws, which is refused there
+        drops = kwargs.get("dropout_p") or (len(args) > 4 and args[4])
+        if func is F.scaled_dot_product_attention and len(args) == 3 and kwargs.get("attn_mask") is None and not drops:
             return _fused_attention(*args, is_causal=kwargs.get("is_causal", False))
-        if func is F.dropout and kwargs["training"] and kwargs["p"] > 0.0 and not _inside_dropout_module():
-            raise self._refusal("F.dropout outside nn.Dropout")
         return func(*args, **kwargs)
-
-    def _refusal(self, found: str) -> ConfigError:
-        remedy = "use nn.Dropout modules, whose masks are the same under every plan, or set it to 0"
-        return ConfigError([Problem(f"model.{self._layer}", f"{found} draws other masks under every plan: {remedy}")])
 
 
 def _fused_attention(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> Tensor:
@@ -205,16 +238,6 @@ def _attention_flops(q_shape: Any, k_shape: Any, v_shape: Any, *_: Any, **_optio
     return flops
 
 
-def _inside_dropout_module() -> bool:
-    """Whether the caller is `nn.Dropout.forward`, found on the stack."""
-    frame = sys._getframe(2)
-    while frame is not None:
-        if frame.f_code is nn.Dropout.forward.__code__:
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
-
-
 def _check_output(name: str, out: Any) -> None:
     if isinstance(out, Tensor):
         return
@@ -230,3 +253,15 @@ def _check_output(name: str, out: Any) -> None:
     raise ConfigError(
         [Problem(f"model.{name}", f"gives {found}: a layer gives a tensor, or a dict of str to tensor or None")]
     )
+
+
+def _check_samples_first(name: str, out: Any, samples: int) -> None:
+    """What goes over a bridge is cut by samples, so each tensor has one row for each of them."""
+    for key, tensor in out.items() if isinstance(out, dict) else [("", out)]:
+        if tensor is not None and (tensor.dim() == 0 or tensor.shape[0] != samples):
+            what = f"{key!r} " if key else "a tensor "
+            message = (
+                f"gives {what}of shape {tuple(tensor.shape)} for {samples} samples: the first dim of what a layer "
+                "gives to the next one is the sample"
+            )
+            raise ConfigError([Problem(f"model.{name}", message)])

@@ -44,6 +44,12 @@ def find_splits(model: nn.Module, layer_of: Mapping[str, tuple[int, ...]]) -> tu
         for name in names:
             if not layer_of.get(name):
                 problems.append(Problem(f"model.{name}", f"{word!r}, but no layer of layers() holds this module"))
+            elif len(layer_of[name]) > 1:
+                message = (
+                    f"{word!r}, but {len(layer_of[name])} layers hold this module: give each layer its own, and share "
+                    "the weight (b.weight = a.weight)"
+                )
+                problems.append(Problem(f"model.{name}", message))
             elif name in found:
                 problems.append(
                     Problem(f"model.{name}", f"two patterns of tensor_split name it ({pattern!r} is the second)")
