@@ -6,7 +6,6 @@ FLOPs come from `torch.utils.flop_counter`, kept bytes from saved-tensor hooks. 
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -101,13 +100,27 @@ def _like_on_meta(tensor: Tensor) -> Tensor:
     return nn.Parameter(meta, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else meta
 
 
+_MODULE_STATE = frozenset(vars(nn.Module()))
+
+
 def _structure(layer: nn.Module, prefix: str, splits: Sequence[ModuleSplit]) -> str:
-    """A text that two layers share only when they compute the same: modules, their sizes, their cuts."""
+    """A text that two layers share only when they compute the same: modules, sizes, cuts and settings."""
     shapes = [f"{n} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for n, p in layer.named_parameters()]
+    shapes += [f"{n} {tuple(b.shape)} {b.dtype}" for n, b in layer.named_buffers()]
     cuts = [f"{s.module.removeprefix(prefix)} {s.kind} {s.split}" for s in splits]
-    # a module may take its number from its place (`layer_index=3`), which its repr tells only if it wants to
-    plain = {k: v for k, v in vars(layer).items() if isinstance(v, int | float | str | bool) and k != "training"}
-    return re.sub(r"0x[0-9a-f]+", "", f"{type(layer)} {layer!r} {shapes} {cuts} {plain}")
+    modules = [
+        f"{name} {type(m)} {[(k, _setting(v)) for k, v in vars(m).items() if k not in _MODULE_STATE]}"
+        for name, m in layer.named_modules()
+    ]
+    return f"{modules} {shapes} {cuts}"
+
+
+def _setting(value: Any) -> str:
+    """An attribute as text; of a function or another object only that it is this very one."""
+    leaves = tree_leaves(value)
+    if all(leaf is None or isinstance(leaf, int | float | str | torch.dtype) for leaf in leaves):
+        return repr(value)
+    return f"{type(value)} {id(value)}"
 
 
 def _shape(leaf: Any) -> Any:

@@ -14,7 +14,7 @@ from torch import nn
 
 from whale_trainer.errors import ConfigError, Problem
 from whale_trainer.model_spec import Cut, ModuleSplit, SplitDim, SplitKind
-from whale_trainer.validation import did_you_mean
+from whale_trainer.validation import nearest
 
 PATH = "model.tensor_split"
 
@@ -40,7 +40,7 @@ def find_splits(model: nn.Module, layer_of: Mapping[str, tuple[int, ...]]) -> tu
     for pattern, word in getattr(model, "tensor_split", {}).items():
         names = [name for name in modules if fnmatchcase(name, pattern)]
         if not names:
-            problems.append(Problem(PATH, f"{pattern!r} matches no module{did_you_mean(pattern, tuple(modules))}"))
+            problems.append(Problem(PATH, _no_module(pattern, [name for name in modules if name])))
         for name in names:
             if not layer_of.get(name):
                 problems.append(Problem(f"model.{name}", f"{word!r}, but no layer of layers() holds this module"))
@@ -70,8 +70,9 @@ def _split(name: str, module: nn.Module, word: str, layer: int) -> ModuleSplit:
         return _split_heads(name, module, int(heads[1]), int(heads[2]), layer)
     kind = WORDS.get(word)
     if kind is None:
-        allowed = (*WORDS, "heads(num_heads, num_kv_heads)")
-        raise _wrong(name, f"{word!r} is not one of {', '.join(allowed)}{did_you_mean(word, allowed)}")
+        near = nearest(word, WORDS)
+        hint = f"; did you mean {near}?" if near else ""
+        raise _wrong(name, f"{word!r} is not one of {', '.join(WORDS)}, heads(num_heads, num_kv_heads){hint}")
     if kind is SplitKind.PARTIAL:
         return ModuleSplit(name, kind, layer)
     if isinstance(module, nn.Embedding):
@@ -110,6 +111,12 @@ def _split_heads(name: str, module: nn.Module, num_heads: int, num_kv_heads: int
             f"width (with {head_dim} each they would be {expected})",
         )
     return ModuleSplit(name, SplitKind.HEADS, layer, SplitDim("heads", num_heads, num_kv_heads), head_dim)
+
+
+def _no_module(pattern: str, names: list[str]) -> str:
+    near = nearest(pattern, names)
+    hint = f"did you mean {near}?" if near else f"the model has {', '.join(names[:8])}{', …' if len(names) > 8 else ''}"
+    return f"{pattern!r} matches no module; {hint}"
 
 
 def _wrong(name: str, message: str) -> ConfigError:
