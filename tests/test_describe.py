@@ -342,10 +342,10 @@ def test_unsynchronised_norms() -> None:
 # --- refusals --------------------------------------------------------------------------------------------------------
 
 SPLITS = [
-    ({"steps.0.linaer": "row"}, "model.tensor_split", "'steps.0.linaer' matches no module; did you mean steps.0.linear"),
+    ({"steps.0.linaer": "row"}, "model.tensor_split", "'steps.0.linaer' matches no module; did you mean steps.0.linea"),
     ({"xyz": "row"}, "model.tensor_split", "matches no module; the model has steps, steps.0, steps.0.linear, steps.1"),
     ({"steps.0.linear": "colum"}, "model.steps.0.linear", "heads(num_heads, num_kv_heads); did you mean column?"),
-    ({"steps.0.linear": "diagonal"}, "model.steps.0.linear", "not one of column, colwise, row, rowwise, vocab, partial"),
+    ({"steps.0.linear": "diagon"}, "model.steps.0.linear", "not one of column, colwise, row, rowwise, vocab, partial"),
     ({"steps.0": "column"}, "model.steps.0", "'column' needs nn.Linear, this is Does: name the linear module inside"),
     ({"steps.1": "row"}, "model.steps.1", "'row' needs nn.Linear, this is nn.Embedding: use 'vocab'"),
     ({"steps.0": "vocab"}, "model.steps.0", "'vocab' needs nn.Linear or nn.Embedding, this is Does"),

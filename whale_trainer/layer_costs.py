@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from whale_trainer.errors import ConfigError, Problem
-from whale_trainer.layer_draws import NoDraws
+from whale_trainer.layer_checks import NoDraws, check_output, check_samples_first
 from whale_trainer.layers import first_inputs, layers_of, model_loss
 from whale_trainer.model_spec import ModuleSplit, SplitKind
 
@@ -54,7 +54,7 @@ def measure(model: nn.Module, batch: Any, splits: Sequence[ModuleSplit]) -> list
     x = first_inputs(meta, batch)
     for index, (name, layer) in enumerate(layers):
         if index:
-            _check_samples_first(layers[index - 1][0], x, samples)
+            check_samples_first(layers[index - 1][0], x, samples)
         prefix = names.get(id(layer), name)
         inside = [s for s in splits if s.layer == index]
         key = (_structure(layer, prefix, inside), str(tree_map(_shape, x)))
@@ -148,7 +148,7 @@ def _run(name: str, layer: nn.Module, x: Any, samples: int, cut: dict[int, Modul
     finally:
         for handle in (*hooks, *split_flops.hooks):
             handle.remove()
-    _check_output(name, out)
+    check_output(name, out)
     out_bytes = sum(t.numel() * t.element_size() for t in tree_leaves(out) if isinstance(t, Tensor))
     cost = LayerCost(
         counter.get_total_flops() / samples,
@@ -249,32 +249,3 @@ def _fused_attention(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> Ten
 def _attention_flops(q_shape: Any, k_shape: Any, v_shape: Any, *_: Any, **_options: Any) -> int:
     flops: int = sdpa_flop_count(q_shape, k_shape, v_shape)
     return flops
-
-
-def _check_output(name: str, out: Any) -> None:
-    if isinstance(out, Tensor):
-        return
-    if isinstance(out, dict) and all(
-        isinstance(k, str) and (v is None or isinstance(v, Tensor)) for k, v in out.items()
-    ):
-        return
-    found = (
-        f"a dict with {sorted({type(v).__name__ for v in out.values()})}"
-        if isinstance(out, dict)
-        else type(out).__name__
-    )
-    raise ConfigError(
-        [Problem(f"model.{name}", f"gives {found}: a layer gives a tensor, or a dict of str to tensor or None")]
-    )
-
-
-def _check_samples_first(name: str, out: Any, samples: int) -> None:
-    """What goes over a bridge is cut by samples, so each tensor has one row for each of them."""
-    for key, tensor in out.items() if isinstance(out, dict) else [("", out)]:
-        if tensor is not None and (tensor.dim() == 0 or tensor.shape[0] != samples):
-            what = f"{key!r} " if key else "a tensor "
-            message = (
-                f"gives {what}of shape {tuple(tensor.shape)} for {samples} samples: the first dim of what a layer "
-                "gives to the next one is the sample"
-            )
-            raise ConfigError([Problem(f"model.{name}", message)])

@@ -1,7 +1,7 @@
-"""Refusal of layers that draw random numbers other than through `nn.Dropout`, whose masks the runtime makes itself.
+"""What a layer must not do, found while it runs on the meta device: draw random numbers, give what no bridge can carry.
 
 A number drawn from torch's generator depends on which rank draws it and what was drawn before, so it would be another
-one under every plan.
+one under every plan; only `nn.Dropout`, whose masks the runtime makes itself, may draw.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from whale_trainer.errors import ConfigError, Problem
@@ -58,3 +58,33 @@ def _in_dropout() -> bool:
 def _drawing_module() -> str:
     modules = _modules_on_stack()
     return type(modules[0]).__name__ if modules else ""
+
+
+def check_output(name: str, out: Any) -> None:
+    """Raises `ConfigError` unless a bridge can carry what the layer called `name` gives."""
+    if isinstance(out, Tensor):
+        return
+    if isinstance(out, dict) and all(
+        isinstance(k, str) and (v is None or isinstance(v, Tensor)) for k, v in out.items()
+    ):
+        return
+    found = (
+        f"a dict with {sorted({type(v).__name__ for v in out.values()})}"
+        if isinstance(out, dict)
+        else type(out).__name__
+    )
+    raise ConfigError(
+        [Problem(f"model.{name}", f"gives {found}: a layer gives a tensor, or a dict of str to tensor or None")]
+    )
+
+
+def check_samples_first(name: str, out: Any, samples: int) -> None:
+    """What goes over a bridge is cut by samples, so each tensor has one row for each of them."""
+    for key, tensor in out.items() if isinstance(out, dict) else [("", out)]:
+        if tensor is not None and (tensor.dim() == 0 or tensor.shape[0] != samples):
+            what = f"{key!r} " if key else "a tensor "
+            message = (
+                f"gives {what}of shape {tuple(tensor.shape)} for {samples} samples: the first dim of what a layer "
+                "gives to the next one is the sample"
+            )
+            raise ConfigError([Problem(f"model.{name}", message)])
