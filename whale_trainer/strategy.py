@@ -200,7 +200,11 @@ class WhaleStrategy(ParallelStrategy):
     @override
     def process_dataloader(self, dataloader: object) -> object:
         trainer = self.lightning_module.trainer  # type: ignore[union-attr]
-        return slice_loader(dataloader, self.plan, self.global_rank, training=trainer.training, seed=self.seed)
+        loader = slice_loader(dataloader, self.plan, self.global_rank, training=trainer.training, seed=self.seed)
+        if trainer.training:
+            batches = trainer.fit_loop.epoch_loop.batch_progress
+            loader.follow(lambda: (trainer.current_epoch, batches.current.processed))
+        return loader
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:

@@ -195,9 +195,9 @@ def _tell(results: Sequence[Mapping[str, float]]) -> None:
 
 
 def _overrides(run_dir: Path) -> list[str]:
-    """The command line's overrides, as Hydra wrote them into the run folder."""
+    """The command line's overrides, as the command wrote them into the run folder."""
     with contextlib.suppress(OSError, yaml.YAMLError):
-        found = yaml.safe_load((run_dir / ".hydra" / "overrides.yaml").read_text())
+        found = yaml.safe_load((run_dir / "overrides.yaml").read_text())
         return [str(text) for text in found or ()]
     return []
 

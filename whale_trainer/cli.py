@@ -1,0 +1,224 @@
+"""The command: compose, check, describe, plan, then show the plan or launch it.
+
+The only modules that know Hydra are this one and `hydra_errors`. A config is composed and checked before `hydra.main`
+is entered, so that every mistake is told in our form and ends with exit code 2; Hydra stays for sweeps, `--help`,
+`--cfg`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import hydra
+import yaml
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+import whale_trainer.conf
+from whale_trainer.config import Config, load_config
+from whale_trainer.errors import ConfigError, PlanError, Problem
+from whale_trainer.hydra_errors import HYDRA_ERRORS, as_config_error
+from whale_trainer.model_spec import ModelSpec
+from whale_trainer.overrides import is_flag, prepare
+from whale_trainer.planning.plan import Plan
+
+CONF = Path(whale_trainer.conf.__path__[0]).resolve()
+
+REFUSED = 2
+
+
+@dataclass(frozen=True)
+class Planned:
+    """Everything that is known before a process starts."""
+
+    config: Config
+    plan: Plan
+    spec: ModelSpec
+    devices: tuple[str, ...]
+    note: str
+    search_s: float
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command and exit with its code."""
+    sys.exit(run(list(sys.argv[1:] if argv is None else argv)))
+
+
+def run(argv: list[str]) -> int:
+    """Run the command; 0 done, 2 refused before the start, 1 failed while running, 130 or 143 interrupted."""
+    if os.environ.get("TORCHELASTIC_RUN_ID"):
+        from whale_trainer.launch import join_torchrun, torchrun_rank
+
+        if torchrun_rank():
+            return join_torchrun()
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # modules of the user's beside the place where the command was given
+    code = 1
+    try:
+        code = _run(prepare(argv, config_groups()))
+    finally:
+        if os.environ.get("TORCHELASTIC_RUN_ID"):
+            from whale_trainer.launch import release_torchrun
+
+            release_torchrun(code)
+    return code
+
+
+def _run(arguments: list[str]) -> int:
+    start_dir = os.getcwd()
+    if not any(is_flag(a) for a in arguments):
+        try:
+            load_config(plain_of(compose_config(arguments), start_dir))
+        except ConfigError as error:
+            return refuse(error)
+    codes: list[int] = []
+
+    def job(config: DictConfig) -> None:
+        folder = Path(HydraConfig.get().runtime.output_dir)
+        codes.append(run_job(config, folder, start_dir, list(HydraConfig.get().overrides.task)))
+
+    sys.argv = [sys.argv[0], *arguments]
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")
+    try:
+        hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(job)()
+    except HYDRA_ERRORS as error:
+        return refuse(as_config_error(error))
+    return codes[0] if len(codes) == 1 else int(any(codes))
+
+
+def config_groups() -> tuple[str, ...]:
+    """Names of the config groups."""
+    return tuple(sorted(p.name for p in CONF.iterdir() if p.is_dir() and not p.name.startswith("_")))
+
+
+def compose_config(arguments: Sequence[str]) -> DictConfig:
+    """The composed config. Raises `ConfigError` for what Hydra refuses."""
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(str(CONF), version_base="1.3"):
+            return compose("config", overrides=list(arguments))
+    except HYDRA_ERRORS as error:
+        raise as_config_error(error) from error
+
+
+def plain_of(config: DictConfig, start_dir: str) -> dict[str, Any]:
+    """Plain, resolved data; paths of the user's are taken from the folder where the command was given."""
+    try:
+        with open_dict(config):
+            for key in ("ckpt_path", "data.path"):
+                value = OmegaConf.select(config, key, throw_on_missing=False)
+                if isinstance(value, str) and not (key == "ckpt_path" and value == "last"):
+                    OmegaConf.update(config, key, str(Path(start_dir, Path(value).expanduser())))
+        plain = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    except HYDRA_ERRORS as error:
+        raise as_config_error(error) from error
+    assert isinstance(plain, dict)
+    plain.pop("hydra", None)
+    return {str(key): value for key, value in plain.items()}
+
+
+def run_job(config: DictConfig, folder: Path, start_dir: str, overrides: list[str]) -> int:
+    """One job, in its run folder."""
+    try:
+        plain = plain_of(config, start_dir)
+        planned = make_plan_of(load_config(plain))
+    except (ConfigError, PlanError) as error:
+        with suppress(OSError):
+            folder.rmdir()  # a refused command leaves nothing, if there was nothing before
+        return refuse(error)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(yaml.safe_dump(planned.config.resolved, sort_keys=False))
+    (folder / "overrides.yaml").write_text(yaml.safe_dump(overrides))
+    (folder / "plan.json").write_text(planned.plan.to_json(planned.spec))
+    show(planned, folder)
+    if planned.config.mode == "plan":
+        from whale_trainer.report.summary import make_summary, write_summary
+
+        write_summary(folder, make_summary(planned.plan, search_s=planned.search_s))
+        return 0
+    return start(planned, folder)
+
+
+def start(planned: Planned, folder: Path) -> int:
+    """Launch the plan's ranks and wait for them."""
+    from whale_trainer.launch import launch
+    from whale_trainer.report.summary import settle_summary
+
+    try:
+        code = launch(planned.config, planned.plan, planned.spec, folder, devices=planned.devices)
+    except (ConfigError, PlanError) as error:
+        return refuse(error)
+    if code:
+        settle_summary(folder, planned.plan, code)
+    return code
+
+
+def make_plan_of(config: Config) -> Planned:
+    """Describe the model on the meta device and plan; builds no model in memory. Raises `ConfigError`, `PlanError`."""
+    from whale_trainer.cluster import load_cluster
+    from whale_trainer.describe import describe
+    from whale_trainer.devices import assign, found_cluster
+    from whale_trainer.planning.planner import build_plan
+
+    cluster = load_cluster(found_cluster()) if config.cluster.is_auto else config.cluster
+    spec = describe(_meta_model(config), example_batch(config))
+    begin = time.perf_counter()
+    plan = build_plan(
+        spec, cluster, config.strategy, global_batch=config.global_batch, precision=config.trainer.precision
+    )
+    search_s = time.perf_counter() - begin
+    if config.mode == "plan":
+        return Planned(config, plan, spec, (), "", search_s)
+    devices, note = assign(plan, config.trainer.accelerator)
+    return Planned(config, replace(plan, model=spec), spec, tuple(devices), note, search_s)
+
+
+def _meta_model(config: Config) -> Any:
+    import torch
+
+    with torch.device("meta"):
+        return config.model.build()
+
+
+def example_batch(config: Config) -> Any:
+    """A batch of the first samples of the training data, as the loader would make it."""
+    from torch.utils.data import default_collate
+
+    dataset = config.data.train.build()
+    try:
+        samples = [dataset[i] for i in range(min(2, len(dataset)))]
+        collate = default_collate if config.data.collate is None else config.data.collate.build()
+        return collate(samples)
+    except (ConfigError, PlanError):
+        raise
+    except Exception as error:
+        message = f"its first samples cannot be made into a batch: {type(error).__name__}: {error}"
+        raise ConfigError([Problem("data.train", message)]) from error
+
+
+def show(planned: Planned, folder: Path) -> None:
+    """Print the plan, where the ranks run, and the run folder."""
+    from rich.console import Console
+
+    from whale_trainer.report.table import plan_table
+
+    console = Console()
+    console.print(plan_table(planned.plan, planned.spec))
+    if planned.note:
+        console.print(planned.note, highlight=False)
+    console.print(f"run folder: {os.path.relpath(folder, os.getcwd())}", highlight=False, soft_wrap=True)
+
+
+def refuse(error: Exception) -> int:
+    """Tell a refusal on standard error."""
+    print(f"{type(error).__name__}: {error}", file=sys.stderr)
+    return REFUSED
