@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from tilings import plan_of, tile
 from torch import Tensor, nn
-from whale_trainer.data import RankBatch
-from whale_trainer.describe import describe
 from whale_trainer.models.gpt import GPT
 
+from whale_trainer.data import RankBatch
+from whale_trainer.describe import describe
 from whale_trainer.planning.plan import Plan
 from whale_trainer.runtime.engine import Engine
 

@@ -10,8 +10,8 @@ from ranks import run_ranks
 from runs import Case, Outcome, gpt, rank_batch, run_case, single, token_batch
 from tilings import pipeline, plan_of, tile
 from torch import Tensor, nn
-from whale_trainer.describe import describe
 
+from whale_trainer.describe import describe
 from whale_trainer.errors import RankError
 from whale_trainer.planning.plan import Plan
 from whale_trainer.runtime.engine import Engine

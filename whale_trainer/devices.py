@@ -68,7 +68,8 @@ def assign(plan: Plan, accelerator: str, find: Callable[[], Sequence[FoundGpu]] 
     if names is None:
         message = (
             f"declared are {_count([d.kind for d in plan.devices])}, found are "
-            f"{_count([str(g) for g in gpus]) or 'no GPUs'}; use trainer.accelerator=cpu for CPU processes, or cluster=auto for what is here"
+            f"{_count([str(g) for g in gpus]) or 'no GPUs'}; use trainer.accelerator=cpu for CPU processes, "
+            "or cluster=auto for what is here"
         )
         raise ConfigError([Problem("cluster.nodes", message)])
     return names, f"{plan.num_ranks} ranks on the GPUs of this machine"

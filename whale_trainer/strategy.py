@@ -202,7 +202,7 @@ class WhaleStrategy(ParallelStrategy):
         trainer = self.lightning_module.trainer  # type: ignore[union-attr]
         loader = slice_loader(dataloader, self.plan, self.global_rank, training=trainer.training, seed=self.seed)
         if trainer.training:
-            batches = trainer.fit_loop.epoch_loop.batch_progress
+            batches: Any = trainer.fit_loop.epoch_loop.batch_progress
             loader.follow(lambda: (trainer.current_epoch, batches.current.processed))
         return loader
 
