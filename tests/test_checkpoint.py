@@ -26,7 +26,7 @@ from whale_trainer.checkpoint import (
     remove_checkpoint,
     write_checkpoint,
 )
-from whale_trainer.checkpoint_state import decode, encode
+from whale_trainer.checkpoint.state import decode, encode
 from whale_trainer.errors import CheckpointError
 from whale_trainer.planning.shares import Interval
 

@@ -21,13 +21,16 @@ COUNTS = {
     "debug": 2,
     "experiment": 2,
     "logger": 4,
-    "model": 4,
+    "model": 5,
     "optimizer": 2,
     "scheduler": 2,
     "strategy": 6,
     "trainer": 1,
 }
-ALSO = {"data/text.yaml": [f"data.path={CONF}/config.yaml"]}
+ALSO = {
+    "data/text.yaml": [f"data.path={CONF}/config.yaml"],
+    "model/custom.yaml": ["model._target_=torch.nn.Identity"],
+}
 """What a file leaves to the user, given here."""
 
 

@@ -72,7 +72,7 @@ def test_a_deterministic_data_set_is_read_without_seeding(monkeypatch: pytest.Mo
     loader = DataLoader(PydocText(16), batch_size=4)
     rank = slice_loader(loader, data_parallel(4, 3, 1), 1, training=True, seed=0)
     rank.order.batches()
-    monkeypatch.setattr("whale_trainer.rank_loader.seed_generators", refuse)
+    monkeypatch.setattr("whale_trainer.data.rank_loader.seed_generators", refuse)
     batch = next(iter(rank))
     assert batch.rows == (3,)
     assert torch.equal(batch.samples["tokens"][0], PydocText(16)[3]["tokens"])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from whale_trainer.data import PydocText, TextFiles
-from whale_trainer.datasets import VOCAB_SIZE, TextWindows, pydoc_text, text_files
+from whale_trainer.data.datasets import VOCAB_SIZE, TextWindows, pydoc_text, text_files
 from whale_trainer.errors import ConfigError, Problem
 
 

@@ -24,15 +24,15 @@ from runs import single
 from safetensors.torch import load_file
 from tilings import plan_of, tile
 
-from whale_trainer.callbacks import ProgressLines, RankGuard, figures
 from whale_trainer.checkpoint import load_full, newest_checkpoint
 from whale_trainer.config import Config, load_config
 from whale_trainer.describe import describe
 from whale_trainer.errors import CheckpointError
 from whale_trainer.planning.plan import Plan
 from whale_trainer.rank_info import RankInfo
-from whale_trainer.run_record import RunRecord
 from whale_trainer.trainer import find_checkpoint, run_rank
+from whale_trainer.trainer.callbacks import ProgressLines, RankGuard, figures
+from whale_trainer.trainer.record import RunRecord
 
 pytestmark = pytest.mark.ranks
 

@@ -20,13 +20,13 @@ from pytorch_lightning.loggers import WandbLogger
 from pytorch_lightning.loggers.logger import DummyLogger
 
 from whale_trainer.errors import ConfigError, RankError
-from whale_trainer.generate import generate
-from whale_trainer.loggers import finish_logger, is_logged_in, make_logger, plain
-from whale_trainer.metrics_file import MetricsFile
 from whale_trainer.planning.plan import Plan, PlannedDevice, Prediction, Shard, Tile
 from whale_trainer.planning.shares import Interval
 from whale_trainer.report.summary import make_summary, settle_summary, write_summary
-from whale_trainer.run_record import StepClock
+from whale_trainer.trainer.generate import generate
+from whale_trainer.trainer.loggers import finish_logger, is_logged_in, make_logger, plain
+from whale_trainer.trainer.metrics_file import MetricsFile
+from whale_trainer.trainer.record import StepClock
 
 PLAN = Plan(
     tiles=(Tile(Interval(0, 2), Interval(0, 3), (Shard(0),)), Tile(Interval(0, 2), Interval(3, 4), (Shard(1),))),
@@ -305,7 +305,7 @@ def test_loggers_that_are_not_there_are_refused_with_what_to_do(
     def missing(**_: object) -> None:
         raise ModuleNotFoundError
 
-    monkeypatch.setattr("whale_trainer.loggers.TensorBoardLogger", missing)
+    monkeypatch.setattr("whale_trainer.trainer.loggers.TensorBoardLogger", missing)
     with pytest.raises(ConfigError, match=r"logger  tensorboard is not installed: pip install tensorboard"):
         make_logger("tensorboard", tmp_path, rank=0, facts={}, options={})
 

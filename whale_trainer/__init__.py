@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from whale_trainer.errors import RankError as RankError
     from whale_trainer.planning.plan import Plan as Plan
     from whale_trainer.strategy import WhaleStrategy as WhaleStrategy
-    from whale_trainer.training_module import TrainingModule as TrainingModule
+    from whale_trainer.trainer.module import TrainingModule as TrainingModule
 
 _EXPORTS = {
     "CheckpointError": "errors",

@@ -39,8 +39,6 @@ PRECISIONS: dict[str, Precision] = {
         Precision("64-true", "fp64", weight_bytes=8, activation_factor=2.0),
         Precision("bf16-mixed", "bf16", copy_bytes=2, activation_factor=0.75),
         Precision("16-mixed", "fp16", copy_bytes=2, activation_factor=0.75),
-        Precision("bf16-true", "bf16", weight_bytes=2, activation_factor=0.5),
-        Precision("16-true", "fp16", weight_bytes=2, activation_factor=0.5),
     )
 }
 

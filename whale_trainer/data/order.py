@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from whale_trainer.draws import kept_generators, seed_for, seed_generators
+from whale_trainer.data.draws import kept_generators, seed_for, seed_generators
 
 
 class EpochOrder:

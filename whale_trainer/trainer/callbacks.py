@@ -15,7 +15,7 @@ from pytorch_lightning.trainer.states import TrainerFn
 from typing_extensions import override
 
 from whale_trainer.failure import report
-from whale_trainer.run_record import RunRecord
+from whale_trainer.trainer.record import RunRecord
 
 _log = logging.getLogger(__name__)
 _LINE_EVERY_S = 5.0

@@ -12,13 +12,10 @@ from typing import Any
 
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from whale_trainer.datasets import PydocText, TextFiles
+from whale_trainer.data.order import has_length
+from whale_trainer.data.rank_loader import RankLoader, make_rank_loader
 from whale_trainer.errors import ConfigError, Problem
-from whale_trainer.order import has_length
 from whale_trainer.planning.plan import Plan
-from whale_trainer.rank_loader import RankBatch, RankLoader, make_rank_loader
-
-__all__ = ["PydocText", "RankBatch", "RankLoader", "TextFiles", "slice_loader"]
 
 
 def slice_loader(loader: object, plan: Plan, rank: int, *, training: bool, seed: int) -> RankLoader:

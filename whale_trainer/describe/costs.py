@@ -17,9 +17,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
+from whale_trainer.describe.checks import NoDraws, check_output, check_samples_first
+from whale_trainer.describe.layers import first_inputs, layers_of, model_loss
 from whale_trainer.errors import ConfigError, Problem
-from whale_trainer.layer_checks import NoDraws, check_output, check_samples_first
-from whale_trainer.layers import first_inputs, layers_of, model_loss
 from whale_trainer.model_spec import ModuleSplit, SplitKind
 
 _FUSED_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

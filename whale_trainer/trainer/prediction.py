@@ -20,9 +20,9 @@ from torch.utils.data import DataLoader, Subset
 from typing_extensions import override
 
 from whale_trainer.data import RankBatch
-from whale_trainer.datasets import TextWindows
-from whale_trainer.generate import generate
+from whale_trainer.data.datasets import TextWindows
 from whale_trainer.strategy import WhaleStrategy
+from whale_trainer.trainer.generate import generate
 
 NUM_TOKENS = 256
 """Length of the sample."""

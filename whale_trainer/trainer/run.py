@@ -24,20 +24,26 @@ from pytorch_lightning.loggers import Logger
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 from torch.utils.data import DataLoader
 
-from whale_trainer.callbacks import BestCheckpoints, NewestCheckpoints, ProgressDisplay, ProgressLines, RankGuard
 from whale_trainer.checkpoint import newest_checkpoint, read_checkpoint
 from whale_trainer.config import Config
-from whale_trainer.lightning_plugins import PlanEnvironment
-from whale_trainer.loggers import finish_logger, make_logger
 from whale_trainer.model_spec import ModelSpec
 from whale_trainer.planning.plan import Plan
-from whale_trainer.prediction import predictions_for
 from whale_trainer.rank_info import RankInfo
 from whale_trainer.report.summary import FILE as SUMMARY
 from whale_trainer.report.summary import make_summary, write_summary
-from whale_trainer.run_parts import build_loaders, build_module, tokens_per_sample
-from whale_trainer.run_record import RunRecord
 from whale_trainer.strategy import WhaleStrategy
+from whale_trainer.strategy.plugins import PlanEnvironment
+from whale_trainer.trainer.callbacks import (
+    BestCheckpoints,
+    NewestCheckpoints,
+    ProgressDisplay,
+    ProgressLines,
+    RankGuard,
+)
+from whale_trainer.trainer.loggers import finish_logger, make_logger
+from whale_trainer.trainer.parts import build_loaders, build_module, tokens_per_sample
+from whale_trainer.trainer.prediction import predictions_for
+from whale_trainer.trainer.record import RunRecord
 
 _log = logging.getLogger(__name__)
 

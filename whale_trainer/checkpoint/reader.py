@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from whale_trainer.checkpoint_state import decode
+from whale_trainer.checkpoint.state import decode
 from whale_trainer.errors import CheckpointError
 from whale_trainer.planning.shares import Interval
 

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from whale_trainer.config_target import Target, check_target
+from whale_trainer.config.target import Target, check_target
 from whale_trainer.errors import ConfigError, Problem
 
 _OPTIMIZER = "torch.optim.AdamW"

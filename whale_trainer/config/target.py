@@ -18,7 +18,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from whale_trainer.argument_types import hints_of, type_problem
+from whale_trainer.config.argument_types import hints_of, type_problem
 from whale_trainer.errors import ConfigError, Problem, WhaleError
 from whale_trainer.validation import did_you_mean, nearest, yaml_path
 

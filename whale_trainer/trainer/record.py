@@ -16,7 +16,7 @@ from pytorch_lightning.callbacks import Callback
 from pytorch_lightning.loggers.logger import DummyLogger
 from typing_extensions import override
 
-from whale_trainer.metrics_file import MetricsFile, Value
+from whale_trainer.trainer.metrics_file import MetricsFile, Value
 
 WARM_UP_STEPS = 3
 """Steps left out of the speed that a summary tells: they make buffers and connections."""

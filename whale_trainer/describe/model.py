@@ -11,15 +11,11 @@ from typing import Any
 
 from torch import nn
 
+from whale_trainer.describe.costs import LayerCost, measure
+from whale_trainer.describe.layers import can_be_cut, layers_of
+from whale_trainer.describe.split_rules import cuts_of, find_splits
 from whale_trainer.errors import ConfigError, Problem
-from whale_trainer.layer_costs import LayerCost, measure
-from whale_trainer.layers import can_be_cut as can_be_cut
-from whale_trainer.layers import first_inputs as first_inputs
-from whale_trainer.layers import layers_of as layers_of
-from whale_trainer.layers import model_loss as model_loss
-from whale_trainer.layers import unsynchronised_norms as unsynchronised_norms
 from whale_trainer.model_spec import Cut, LayerSpec, ModelSpec, ModuleSplit, ParameterSpec, SplitKind
-from whale_trainer.split_rules import cuts_of, find_splits
 
 
 def describe(model: nn.Module, batch: Any) -> ModelSpec:

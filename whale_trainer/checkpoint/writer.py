@@ -24,32 +24,18 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from whale_trainer.checkpoint_reader import (
+from whale_trainer.checkpoint.reader import (
     INDEX,
     MODEL,
     SCHEMA_VERSION,
     Box,
-    CheckpointReader,
     Cut,
     box_of,
-    load_full,
-    newest_checkpoint,
-    read_checkpoint,
     show_box,
     sizes,
 )
-from whale_trainer.checkpoint_state import encode
+from whale_trainer.checkpoint.state import encode
 from whale_trainer.errors import CheckpointError
-
-__all__ = [
-    "CheckpointReader",
-    "Piece",
-    "load_full",
-    "newest_checkpoint",
-    "read_checkpoint",
-    "remove_checkpoint",
-    "write_checkpoint",
-]
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from whale_trainer.config import Config, Target
-from whale_trainer.draws import seed_generators
-from whale_trainer.training_module import TrainingModule
+from whale_trainer.data.draws import seed_generators
+from whale_trainer.trainer.module import TrainingModule
 
 
 def build_module(config: Config, rank: int) -> pl.LightningModule:

@@ -28,15 +28,15 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from whale_trainer.checkpoint import CheckpointReader, read_checkpoint, remove_checkpoint
+from whale_trainer.checkpoint.snapshot import load_optimizers, load_weights, save_snapshot
 from whale_trainer.data import RankBatch, slice_loader
 from whale_trainer.errors import RankError
-from whale_trainer.lightning_checks import check_module, check_optimizers, check_trainer
-from whale_trainer.lightning_plugins import PlanEnvironment, PlanPrecision
 from whale_trainer.planning.plan import Plan
 from whale_trainer.runtime.engine import Engine, StepResult
 from whale_trainer.runtime.replica import ReplicaRunner
 from whale_trainer.runtime.trace import Trace
-from whale_trainer.snapshot import load_optimizers, load_weights, save_snapshot
+from whale_trainer.strategy.checks import check_module, check_optimizers, check_trainer
+from whale_trainer.strategy.plugins import PlanEnvironment, PlanPrecision
 
 
 class WhaleStrategy(ParallelStrategy):

@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError
 
-from whale_trainer.argument_types import LEFT_OPEN
 from whale_trainer.cluster import Cluster, load_cluster
-from whale_trainer.config_rules import (
+from whale_trainer.config.argument_types import LEFT_OPEN
+from whale_trainer.config.rules import (
     callback_problems,
     checked,
     dataset_problems,
@@ -22,7 +22,7 @@ from whale_trainer.config_rules import (
     optimizer_problems,
     trial_problems,
 )
-from whale_trainer.config_sections import (
+from whale_trainer.config.sections import (
     REPLACED,
     CheckpointConfig,
     LoggerConfig,
@@ -30,12 +30,10 @@ from whale_trainer.config_sections import (
     Top,
     TrainerConfig,
 )
-from whale_trainer.config_target import Target, read_target
+from whale_trainer.config.target import Target, read_target
 from whale_trainer.errors import ConfigError, Problem
 from whale_trainer.planning.strategy import StrategySpec, load_strategy
 from whale_trainer.validation import did_you_mean, problems_of, yaml_path
-
-__all__ = ["CheckpointConfig", "Config", "DataConfig", "LoggerConfig", "Target", "TrainerConfig", "load_config"]
 
 _NOT_GIVEN = "is missing, and has to be given"
 

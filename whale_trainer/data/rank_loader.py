@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from whale_trainer.draws import kept_generators, seed_for, seed_generators
+from whale_trainer.data.draws import kept_generators, seed_for, seed_generators
+from whale_trainer.data.order import EpochOrder, plain_index
 from whale_trainer.errors import CheckpointError, ConfigError, Problem
-from whale_trainer.order import EpochOrder, plain_index
 from whale_trainer.planning.plan import Plan
 
 _OTHER_ORDER = (
