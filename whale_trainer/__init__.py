@@ -21,7 +21,7 @@ _EXPORTS = {
     "Plan": "planning.plan",
     "PlanError": "errors",
     "RankError": "errors",
-    "TrainingModule": "training_module",
+    "TrainingModule": "trainer.module",
     "WhaleStrategy": "strategy",
     "make_plan": "api",
 }
