@@ -164,7 +164,7 @@ def test_a_save_that_is_cut_short_leaves_what_was_there(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(f"whale_trainer.checkpoint.{moment}", killed)
+        patch.setattr(f"whale_trainer.checkpoint.writer.{moment}", killed)
         with pytest.raises(KeyboardInterrupt):
             save(place, 2)
     assert newest_checkpoint(tmp_path) == (older if before == "nothing" else place)
@@ -193,7 +193,7 @@ def test_newest_is_by_steps_done_and_passes_over_damaged_ones(tmp_path: Path) ->
 def test_removing_is_at_once_and_may_be_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save(tmp_path / "checkpoints" / "step-1")
     with monkeypatch.context() as patch:
-        patch.setattr("whale_trainer.checkpoint.shutil.rmtree", lambda *_, **__: None)
+        patch.setattr("whale_trainer.checkpoint.writer.shutil.rmtree", lambda *_, **__: None)
         remove_checkpoint(path)
     assert newest_checkpoint(tmp_path) is None
     remove_checkpoint(path)

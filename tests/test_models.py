@@ -190,4 +190,4 @@ def test_a_shipped_model_is_described_whole(name: str) -> None:
 
 def test_every_shipped_model_is_tested() -> None:
     found = {file.name for file in (files("whale_trainer.conf") / "model").iterdir()}
-    assert found == {f"{name}.yaml" for name in SIZES}
+    assert found - {"custom.yaml"} == {f"{name}.yaml" for name in SIZES}  # custom is the user's own
