@@ -273,3 +273,12 @@ def overflow_rank(rank: int, _world_size: int, plan: Plan) -> tuple[float, bool]
 @pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*")
 def test_an_overflow_is_one_verdict_for_all_ranks() -> None:
     assert run_ranks(overflow_rank, 4, MIXED) == [(2.0**59, False)] * 4
+
+
+def test_t05_clipping_by_value_is_that_of_one_process() -> None:
+    fit = Fit(MIXED, trainer={"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"})
+    expected = run_ranks(fit_rank, 1, Fit(**{**vars(fit), "plan": single(MIXED)}))[0]
+    unclipped = run_ranks(fit_rank, 1, Fit(single(MIXED)))[0]
+    assert any(not torch.equal(expected.weights[n], w) for n, w in unclipped.weights.items())
+    for left in run_ranks(fit_rank, 4, fit):
+        assert_same(left, expected)
