@@ -10,11 +10,12 @@ import pytorch_lightning as pl
 import torch
 from lightning_runs import Fit, Left, Tokens, fit_rank, loader, make_module, quiet_trainer
 from ranks import run_ranks
-from runs import single
+from runs import gpt, single
 from tilings import plan_of, tile
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
+from whale_trainer.checkpoint import load_full
 from whale_trainer.errors import ConfigError
 from whale_trainer.planning.plan import Plan
 
@@ -152,6 +153,8 @@ class Usual(pl.LightningModule):
         self.net = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1))
         self.kind = kind
         self.automatic_optimization = kind != "manual"
+        if kind == "dropout":
+            self.net.insert(2, nn.Dropout(0.4))
         if kind == "batchnorm":
             self.norm = nn.BatchNorm1d(5)
 
@@ -184,7 +187,7 @@ def usual_rank(rank: int, _world_size: int, plan: Plan, kind: str, options: dict
 WHOLE_3_1 = plan_of([tile((0, 1), (0, 3), 0), tile((0, 1), (3, 4), 1)], micro_batches=3, global_batch=12)
 
 
-@pytest.mark.parametrize("kind", ["mean", "tokens"])
+@pytest.mark.parametrize("kind", ["mean", "tokens", "dropout"])
 def test_an_unmodified_module_under_a_plan_that_replicates(kind: str) -> None:
     expected = run_ranks(usual_rank, 1, single(WHOLE_3_1), kind, {})[0]
     for metrics, weights in run_ranks(usual_rank, 2, WHOLE_3_1, kind, {}):
@@ -282,3 +285,25 @@ def test_t05_clipping_by_value_is_that_of_one_process() -> None:
     assert any(not torch.equal(expected.weights[n], w) for n, w in unclipped.weights.items())
     for left in run_ranks(fit_rank, 4, fit):
         assert_same(left, expected)
+
+
+def test_t08_a_vocabulary_that_does_not_divide_is_saved_whole(tmp_path: Path) -> None:
+    plan = plan_of([tile((0, 6), (0, 4), (0, 10), (1, 1))], micro_batches=3, global_batch=12)
+    left = run_ranks(fit_rank, 2, Fit(plan, model={"tied": False}, max_epochs=1), str(tmp_path / "kept"))[0]
+    saved = load_full(tmp_path / "kept" / "step-000002")
+    assert len(saved["embed.tokens.weight"]) == len(saved["head.projection.weight"]) == 11
+    gpt(tied=False).double().load_state_dict(saved, strict=True)
+    assert all(torch.equal(saved[name], weight) for name, weight in left.weights.items())
+
+
+def lambda_rank(rank: int, _world_size: int, plan: Plan) -> float:
+    plan, module = make_module(Fit(plan))
+    next(iter(module.model.layers()))[1].scale = lambda x: 2 * x
+    trainer = quiet_trainer(plan, max_epochs=1)
+    trainer.fit(module, loader(12, 12))
+    return float(trainer.strategy.last_step.loss)
+
+
+@pytest.mark.parametrize("plan", [DATA_3_1, PIPELINE], ids=["data 3:1", "pipeline"])
+def test_l07_modules_may_hold_what_cannot_be_pickled(plan: Plan) -> None:
+    assert len(set(run_ranks(lambda_rank, 2, plan))) == 1

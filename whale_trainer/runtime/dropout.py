@@ -71,6 +71,15 @@ class PlanFreeDropout(nn.Module):
         return _Drop.apply(x, _hash(index, key).ge_(threshold).bool(), 1.0 / (1.0 - self.p))
 
 
+def replace_dropouts(module: nn.Module, state: DropoutState) -> None:
+    """Put a `PlanFreeDropout` in the place of every `nn.Dropout` inside `module`; names and weights stay."""
+    for prefix, parent in list(module.named_modules()):
+        for attribute, child in list(parent.named_children()):
+            if type(child) is nn.Dropout:
+                name = f"{prefix}.{attribute}" if prefix else attribute
+                setattr(parent, attribute, PlanFreeDropout(child.p, name, state).train(child.training))
+
+
 def _mix_key(*words: int) -> int:
     """One signed 32-bit key from several numbers (splitmix64 steps)."""
     state = 0

@@ -1,5 +1,7 @@
 """Plans that only replicate, for any module with a `training_step`: the module stays as its author wrote it.
 
+Only its `nn.Dropout` modules are replaced by ones whose masks do not depend on the plan.
+
 Each rank runs the module's own step on its samples, one micro-batch at a time. A returned mean loss is weighted by
 samples; a step may return `{"loss_sum": ..., "count": ...}` where something else counts, such as tokens. What the step
 logs is averaged by samples over micro-batches and ranks before Lightning sees it.
@@ -21,6 +23,7 @@ from whale_trainer.model_spec import ParameterSpec
 from whale_trainer.planning.pieces import ParameterLayout, Use, gradient_buckets
 from whale_trainer.planning.plan import Plan
 from whale_trainer.planning.shares import Interval
+from whale_trainer.runtime.dropout import DropoutState, replace_dropouts
 from whale_trainer.runtime.engine import StepResult
 from whale_trainer.runtime.executor import slice_samples
 from whale_trainer.runtime.gradients import GradientSums
@@ -46,10 +49,14 @@ class LoggedValues:
 class ReplicaRunner:
     """Drives an unmodified module under a plan whose tiles all hold the whole model."""
 
-    def __init__(self, plan: Plan, module: nn.Module, *, rank: int, device: torch.device, precision: str) -> None:
+    def __init__(
+        self, plan: Plan, module: nn.Module, *, rank: int, device: torch.device, precision: str, seed: int
+    ) -> None:
         self.plan = plan
         self.module = module
         self.aliases = tied_names(module)
+        self.dropout = DropoutState(seed)
+        replace_dropouts(module, self.dropout)
         self.rank = rank
         self.device = device
         self.precision = Precision(precision, device.type)
@@ -81,8 +88,11 @@ class ReplicaRunner:
         parts = [self.plan.rows(t, m, batch.size) for m in micro_batches for t in self.plan.tiles_of(self.rank)]
         return [part for part in parts if len(part)]
 
-    def train_step(self, step: Callable[..., Any], batch: Any, *args: Any) -> StepResult:
-        """Run `step(samples, *args)` for each part, and leave the gradient of the global mean loss in every `.grad`."""
+    def train_step(self, step: Callable[..., Any], batch: Any, *args: Any, step_index: int) -> StepResult:
+        """Run `step(samples, *args)` for each part, and leave the gradient of the global mean loss in every `.grad`.
+
+        `step_index` counts optimizer steps and feeds the dropout.
+        """
         self.sums.begin()
         parts = self._parts(batch)
         if not parts:
@@ -91,6 +101,7 @@ class ReplicaRunner:
         logged = LoggedValues()
         planned = 2.0 ** round(math.log2(max(1, batch.size)))
         for index, part in enumerate(parts):
+            self.dropout.enter(step_index, part.start)
             with self._recorded(logged, len(part)), self.precision.forward_context():
                 output = step(slice_samples(batch.samples, batch.rows, part), *args)
             part_sum, part_count = _loss_of(output, len(part))

@@ -181,7 +181,9 @@ class WhaleStrategy(ParallelStrategy):
         precision = self._precision or "32-true"
         model = plan_model(module, self.plan)
         if model is None:
-            return ReplicaRunner(self.plan, module, rank=self.global_rank, device=self.root_device, precision=precision)
+            return ReplicaRunner(
+                self.plan, module, rank=self.global_rank, device=self.root_device, precision=precision, seed=self.seed
+            )
         if self.plan.model is None:
             raise RankError("this plan does not know its model: make it with make_plan(model, cluster, strategy, ...)")
         engine = Engine(
@@ -219,10 +221,12 @@ class WhaleStrategy(ParallelStrategy):
     @override
     def training_step(self, batch: RankBatch, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         assert self.lightning_module is not None
+        index = self.lightning_module.trainer.global_step
         if isinstance(self.runner, Engine):
-            self.last_step = self.runner.train_step(batch, self.lightning_module.trainer.global_step)
+            self.last_step = self.runner.train_step(batch, index)
         else:
-            self.last_step = self.runner.train_step(self.lightning_module.training_step, batch, *args, **kwargs)
+            step = self.lightning_module.training_step
+            self.last_step = self.runner.train_step(step, batch, *args, step_index=index)
             self._log_averages(self.runner)
         self.runner.sums.keep()
         return torch.tensor(self.last_step.loss, dtype=torch.float64)
