@@ -189,9 +189,9 @@ def test_only_cut_modules_are_shared_out() -> None:
 
 def test_costs_are_per_sample() -> None:
     few, many = describe(gpt(), tokens(1)).layers, describe(gpt(), tokens(6)).layers
-    assert few[1:-1] == many[1:-1]
     for a, b in zip(few, many, strict=True):
-        assert (a.forward_flops, a.boundary_bytes) == (b.forward_flops, b.boundary_bytes)
+        assert (a.forward_flops, a.boundary_bytes, a.num_kernels) == (b.forward_flops, b.boundary_bytes, b.num_kernels)
+        assert abs(a.moved_bytes - b.moved_bytes) < 0.1 * a.moved_bytes  # tables that all samples read, once a batch
         assert abs(a.activation_bytes - b.activation_bytes) < 5 * 8  # the numbers of the places, kept once a batch
 
 

@@ -107,6 +107,10 @@ class LayerSpec:
     split_dims: tuple[SplitDim, ...] = ()
     num_collectives: int = 0
     """Sums over the tensor group in one forward pass when the layer is cut."""
+    moved_bytes: int = 0
+    """Bytes that the kernels without matrix products read and write in the forward pass of one sample."""
+    num_kernels: int = 0
+    """Kernels of a forward pass, whatever the number of samples."""
 
 
 @dataclass(frozen=True)

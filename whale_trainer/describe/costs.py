@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
@@ -33,6 +34,9 @@ class LayerCost:
     split_flops: float = 0.0
     activation_bytes: int = 0
     boundary_bytes: int = 0
+    moved_bytes: int = 0
+    """Read and written by the kernels that do no matrix product."""
+    num_kernels: int = 0
     dropouts: tuple[tuple[str, int], ...] = ()
     """Dropout modules by name inside the layer, with the last dim of what they get."""
 
@@ -62,19 +66,23 @@ def measure(model: nn.Module, batch: Any, splits: Sequence[ModuleSplit]) -> list
             known[key] = _run(name, layer, x, samples, {id(meta.get_submodule(s.module)): s for s in inside})
         cost, x = known[key]
         costs.append(replace(cost, dropouts=tuple((f"{prefix}.{n}" if n else prefix, d) for n, d in cost.dropouts)))
-    kept = costs[-1].activation_bytes + _loss_bytes(meta, x, batch) // samples
-    return [*costs[:-1], replace(costs[-1], activation_bytes=kept)]
+    return [*costs[:-1], _with_loss(costs[-1], meta, x, batch, samples)]
 
 
-def _loss_bytes(model: nn.Module, out: Any, batch: Any) -> int:
-    """Bytes that the model's loss keeps for the backward pass; 0 for one that needs real numbers, or none."""
-    kept = _Kept([])
+def _with_loss(last: LayerCost, model: nn.Module, out: Any, batch: Any, samples: int) -> LayerCost:
+    """The last layer together with the model's loss; without it for a loss that needs real numbers, or none."""
+    kept, traffic = _Kept([]), _Traffic(frozenset())
     try:
-        with kept.hooks():
+        with traffic, kept.hooks():
             model_loss(model, _with_gradient(out), batch)
     except Exception:  # a loss may look at values, which the meta device has not
-        return 0
-    return kept.total
+        return last
+    return replace(
+        last,
+        activation_bytes=last.activation_bytes + kept.total // samples,
+        moved_bytes=last.moved_bytes + traffic.moved_bytes // samples,
+        num_kernels=last.num_kernels + traffic.num_kernels,
+    )
 
 
 def on_meta(model: nn.Module) -> nn.Module:
@@ -138,8 +146,9 @@ def _run(name: str, layer: nn.Module, x: Any, samples: int, cut: dict[int, Modul
     ]
     counter = FlopCounterMode(display=False, custom_mapping={_FUSED_ATTENTION: _attention_flops})
     split_flops = _CutFlops(counter, layer, cut)
+    traffic = _Traffic(frozenset(counter.flop_registry))
     try:
-        with counter, NoDraws(name), _Watch(name, own), kept.hooks():
+        with counter, traffic, NoDraws(name), _Watch(name, own), kept.hooks():
             out = layer(_with_gradient(x))
     except (ConfigError, NotImplementedError):
         raise
@@ -155,6 +164,8 @@ def _run(name: str, layer: nn.Module, x: Any, samples: int, cut: dict[int, Modul
         split_flops.total / samples,
         -(-kept.total // samples),
         -(-out_bytes // samples),
+        -(-traffic.moved_bytes // samples),
+        traffic.num_kernels,
         tuple(dropouts.items()),
     )
     return cost, tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, out)
@@ -186,6 +197,29 @@ class _Kept:
             self._bytes[storage._cdata] = storage.nbytes()
             self._alive.append(tensor)
         return tensor
+
+
+class _Traffic(TorchDispatchMode):
+    """Counts kernels, and the bytes that those without FLOPs read and write; views are no kernels."""
+
+    def __init__(self, with_flops: frozenset[Any]) -> None:
+        super().__init__()
+        self._with_flops = with_flops
+        self.moved_bytes = 0
+        self.num_kernels = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+        if is_view or func in (torch.ops.aten.detach.default, torch.ops.aten.detach_.default):
+            return out
+        self.num_kernels += 1
+        if func._overloadpacket not in self._with_flops:
+            # weights are read once, whatever the number of samples, and of a table only some rows
+            leaves = tree_leaves((args, kwargs, out))
+            tensors = [t for t in leaves if isinstance(t, Tensor) and not isinstance(t, nn.Parameter)]
+            self.moved_bytes += sum(t.numel() * t.element_size() for t in tensors)
+        return out
 
 
 class _CutFlops:

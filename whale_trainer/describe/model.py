@@ -49,7 +49,15 @@ def _describe_whole(model: nn.Module, batch: Any) -> ModelSpec:
         for name, p in model.named_parameters()
     )
     cost = _whole_cost(model, batch, sum(p.num_elements for p in parameters))
-    layer = LayerSpec("model", cost.forward_flops, 0.0, cost.activation_bytes, cost.boundary_bytes)
+    layer = LayerSpec(
+        "model",
+        cost.forward_flops,
+        0.0,
+        cost.activation_bytes,
+        cost.boundary_bytes,
+        moved_bytes=cost.moved_bytes,
+        num_kernels=cost.num_kernels,
+    )
     return ModelSpec(type(model).__name__, (layer,), parameters, can_be_cut=False)
 
 
@@ -78,6 +86,8 @@ def _layer(index: int, name: str, cost: LayerCost, splits: Sequence[ModuleSplit]
         cost.boundary_bytes,
         tuple(dict.fromkeys(s.split for s in inside if s.split is not None)),
         sums,
+        cost.moved_bytes,
+        cost.num_kernels,
     )
 
 
