@@ -191,7 +191,7 @@ def test_costs_are_per_sample() -> None:
     few, many = describe(gpt(), tokens(1)).layers, describe(gpt(), tokens(6)).layers
     for a, b in zip(few, many, strict=True):
         assert (a.forward_flops, a.boundary_bytes, a.num_kernels) == (b.forward_flops, b.boundary_bytes, b.num_kernels)
-        assert abs(a.moved_bytes - b.moved_bytes) < 0.1 * a.moved_bytes  # tables that all samples read, once a batch
+        assert abs(a.moved_bytes - b.moved_bytes) < 0.5 * a.moved_bytes  # tables that all samples read, once a batch
         assert abs(a.activation_bytes - b.activation_bytes) < 5 * 8  # the numbers of the places, kept once a batch
 
 
