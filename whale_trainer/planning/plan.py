@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+from bisect import bisect
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
@@ -241,12 +243,28 @@ def _check(plan: Plan) -> None:
             raise PlanError(f"tile {index} ({tile}) needs distinct ranks from 0 to {plan.num_ranks - 1}")
         if any(s.weight < 1 for s in tile.shards):
             raise PlanError(f"tile {index} ({tile}) has a weight below 1")
-        for other, before in enumerate(plan.tiles[:index]):
-            if len(tile.layers.intersect(before.layers)) and len(tile.samples.intersect(before.samples)):
-                raise PlanError(f"tiles {other} ({before}) and {index} ({tile}) overlap")
         area += len(tile.layers) * len(tile.samples)
+    _check_overlaps(plan.tiles)
     if area != plan.num_layers * plan.micro_batch_size:
         raise PlanError(
             f"the tiles cover {area} of {plan.num_layers} layers x {plan.micro_batch_size} samples: "
             "every cell needs one tile"
         )
+
+
+def _check_overlaps(tiles: Sequence[Tile]) -> None:
+    """Walks along the layers; the tiles that cover a layer, by their samples, must not reach into each other."""
+    order = sorted(range(len(tiles)), key=lambda i: (tiles[i].layers.start, i))
+    open_tiles: list[tuple[int, int, int]] = []  # (first sample, sample after the last, tile), ascending
+    layer = 0
+    for index in order:
+        tile = tiles[index]
+        if tile.layers.start > layer:
+            layer = tile.layers.start
+            open_tiles = [o for o in open_tiles if tiles[o[2]].layers.stop > layer]
+        place = bisect(open_tiles, (tile.samples.start, tile.samples.stop, index))
+        for _, _, other in open_tiles[max(0, place - 1) : place + 1]:
+            if len(tile.samples.intersect(tiles[other].samples)):
+                a, b = sorted((other, index))
+                raise PlanError(f"tiles {a} ({tiles[a]}) and {b} ({tiles[b]}) overlap")
+        open_tiles.insert(place, (tile.samples.start, tile.samples.stop, index))

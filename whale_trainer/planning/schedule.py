@@ -7,13 +7,14 @@ sample of a micro-batch has no action there, on all ranks alike.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from whale_trainer.errors import PlanError
 from whale_trainer.planning.actions import Action, Compute, Instruction, Message, Op, Receive, Send
-from whale_trainer.planning.plan import Plan
+from whale_trainer.planning.plan import Plan, Tile
 from whale_trainer.planning.shares import Interval
 
 __all__ = [
@@ -25,10 +26,13 @@ __all__ = [
     "Receive",
     "Schedule",
     "Send",
+    "bridges_between",
     "build_schedule",
     "max_in_flight",
     "messages",
+    "order_of",
     "warm_up",
+    "warm_ups",
 ]
 
 
@@ -42,12 +46,29 @@ class Bridge:
 
 def bridges_of(plan: Plan) -> tuple[Bridge, ...]:
     """All bridges of a plan, by tile numbers ascending."""
-    return tuple(
-        Bridge(a, b)
-        for a, before in enumerate(plan.tiles)
-        for b, after in enumerate(plan.tiles)
-        if before.layers.stop == after.layers.start and len(before.samples.intersect(after.samples))
-    )
+    return bridges_between(plan.tiles)
+
+
+def bridges_between(tiles: Sequence[Tile]) -> tuple[Bridge, ...]:
+    """All bridges between these tiles, by their numbers ascending."""
+    starting: dict[int, list[int]] = {}
+    for index, tile in enumerate(tiles):
+        starting.setdefault(tile.layers.start, []).append(index)
+    sorted_by_samples = {layer: sorted(indices, key=lambda i: tiles[i].samples) for layer, indices in starting.items()}
+    begins = {layer: [tiles[i].samples.start for i in indices] for layer, indices in sorted_by_samples.items()}
+    found = []
+    for a, before in enumerate(tiles):
+        layer = before.layers.stop
+        if layer not in starting:
+            continue
+        # tiles that begin at one layer do not overlap, so the last one that begins above is the first that can touch
+        place = max(0, bisect_right(begins[layer], before.samples.start) - 1)
+        for b in sorted_by_samples[layer][place:]:
+            if tiles[b].samples.start >= before.samples.stop:
+                break
+            if len(before.samples.intersect(tiles[b].samples)):
+                found.append(Bridge(a, b))
+    return tuple(sorted(found, key=lambda bridge: (bridge.before, bridge.after)))
 
 
 @dataclass(frozen=True)
@@ -113,15 +134,27 @@ def warm_up(plan: Plan) -> tuple[int, ...]:
     on a path that share a rank count once: they never run at the same time, and one more micro-batch would only cost
     memory.
     """
-    tiles = plan.tiles
-    after: dict[int, list[int]] = {}
-    for bridge in bridges_of(plan):
-        after.setdefault(bridge.before, []).append(bridge.after)
-    depth = [1] * len(tiles)
-    for tile in sorted(range(len(tiles)), key=lambda i: -tiles[i].layers.start):
-        depth[tile] = max(
-            (depth[t] + set(tiles[tile].ranks).isdisjoint(tiles[t].ranks) for t in after.get(tile, ())), default=1
-        )
+    return warm_ups([tile.ranks for tile in plan.tiles], bridges_of(plan))
+
+
+def warm_ups(ranks: Sequence[Sequence[int]], bridges: Sequence[Bridge]) -> tuple[int, ...]:
+    """`warm_up` of tiles given by their ranks and bridges."""
+    after: list[list[int]] = [[] for _ in ranks]
+    waiting = [0] * len(ranks)
+    before: list[list[int]] = [[] for _ in ranks]
+    for bridge in bridges:
+        after[bridge.before].append(bridge.after)
+        before[bridge.after].append(bridge.before)
+        waiting[bridge.before] += 1
+    depth = [1] * len(ranks)
+    ready = [t for t, count in enumerate(waiting) if not count]
+    while ready:
+        tile = ready.pop()
+        depth[tile] = max((depth[t] + set(ranks[tile]).isdisjoint(ranks[t]) for t in after[tile]), default=1)
+        for previous in before[tile]:
+            waiting[previous] -= 1
+            if not waiting[previous]:
+                ready.append(previous)
     return tuple(depth)
 
 
@@ -130,29 +163,56 @@ def build_schedule(plan: Plan, batch_size: int, *, training: bool = True) -> Sch
     if batch_size < 1:
         raise PlanError(f"a batch of {batch_size} samples cannot be scheduled: it needs at least one")
     counts = [sum(len(r) > 0 for r in rows) for rows in rows_of(plan, batch_size)]
-    order = _ORDERS[plan.schedule if training else "evaluation"](plan, counts)
+    ranks = [tile.ranks for tile in plan.tiles]
+    order = order_of(ranks, bridges_of(plan), counts, plan.schedule if training else EVALUATION)
     return Schedule(plan, batch_size, training, tuple(order))
+
+
+EVALUATION = "evaluation"
+
+
+def order_of(
+    ranks: Sequence[Sequence[int]], bridges: Sequence[Bridge], counts: Sequence[int], schedule: str
+) -> list[Action]:
+    """The order of a schedule for tiles given by their ranks, bridges and numbers of micro-batches.
+
+    Nothing else decides it: not how long an action takes, nor which device a rank is.
+    """
+    return _ORDERS[schedule](_Work(ranks, bridges, counts))
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What is to be ordered, by tile."""
+
+    ranks: Sequence[Sequence[int]]
+    bridges: Sequence[Bridge]
+    counts: Sequence[int]
+
+    @cached_property
+    def warm_up(self) -> tuple[int, ...]:
+        return warm_ups(self.ranks, self.bridges)
 
 
 def _passes(tile: int, op: Op, count: int) -> list[Action]:
     return [Action(tile, op, m) for m in range(count)]
 
 
-def _forward_only(plan: Plan, counts: Sequence[int]) -> list[Action]:
-    return _list_schedule(plan, [_passes(t, Op.FORWARD, n) for t, n in enumerate(counts)])
+def _forward_only(work: _Work) -> list[Action]:
+    return _list_schedule(work, [_passes(t, Op.FORWARD, n) for t, n in enumerate(work.counts)])
 
 
-def _gpipe(plan: Plan, counts: Sequence[int]) -> list[Action]:
+def _gpipe(work: _Work) -> list[Action]:
     """All forwards, then all backwards.
 
     rank 0  0F0 0F1 0F2   .   . 0B0 0B1 0B2
     rank 1    . 1F0 1F1 1F2 1B0 1B1 1B2   .
     """
-    backwards = [_passes(t, Op.BACKWARD, n) for t, n in enumerate(counts)]
-    return _forward_only(plan, counts) + _list_schedule(plan, backwards)
+    backwards = [_passes(t, Op.BACKWARD, n) for t, n in enumerate(work.counts)]
+    return _forward_only(work) + _list_schedule(work, backwards)
 
 
-def _one_forward_one_backward(plan: Plan, counts: Sequence[int]) -> list[Action]:
+def _one_forward_one_backward(work: _Work) -> list[Action]:
     """Each tile: its warm-up, then a backward and a forward in turn, then the backwards that are left.
 
     rank 0  0F0 0F1 0F2   .   . 0B0 0F3 0B1   . 0B2   . 0B3
@@ -164,31 +224,31 @@ def _one_forward_one_backward(plan: Plan, counts: Sequence[int]) -> list[Action]
     W; there forwards go down the layers and backwards up). So the list schedule always finds something to run.
     """
     sequences = []
-    for tile, (ahead, count) in enumerate(zip(warm_up(plan), counts, strict=True)):
+    for tile, (ahead, count) in enumerate(zip(work.warm_up, work.counts, strict=True)):
         forwards, backwards = _passes(tile, Op.FORWARD, count), _passes(tile, Op.BACKWARD, count)
         ahead = min(ahead, count)
         sequence = forwards[:ahead]
         for forward, backward in zip(forwards[ahead:], backwards, strict=False):
             sequence += [backward, forward]
         sequences.append(sequence + backwards[count - ahead :])
-    return _list_schedule(plan, sequences)
+    return _list_schedule(work, sequences)
 
 
-_ORDERS: dict[str, Callable[[Plan, Sequence[int]], list[Action]]] = {
+_ORDERS: dict[str, Callable[[_Work], list[Action]]] = {
     "gpipe": _gpipe,
     "1f1b": _one_forward_one_backward,
-    "evaluation": _forward_only,
+    EVALUATION: _forward_only,
 }
 
 
-def _list_schedule(plan: Plan, sequences: Sequence[Sequence[Action]]) -> list[Action]:
+def _list_schedule(work: _Work, sequences: Sequence[Sequence[Action]]) -> list[Action]:
     """Merge the tiles' sequences into one order by running them in unit time: backwards first, then old micro-batches.
 
     An action is ready when it is its tile's next and what it needs ran in an earlier tick; it takes all ranks of its
     tile for one tick. Actions outside `sequences` count as done.
     """
-    depth = warm_up(plan)
-    needs = _needs(plan, sequences)
+    depth = work.warm_up
+    needs = _needs(work.bridges, sequences)
     place = [0] * len(sequences)
     running = {t for t, s in enumerate(sequences) if s}
     done: set[Action] = set()
@@ -199,7 +259,7 @@ def _list_schedule(plan: Plan, sequences: Sequence[Sequence[Action]]) -> list[Ac
         busy: set[int] = set()
         started = len(order)
         for action in ready:
-            ranks = plan.tiles[action.tile].ranks
+            ranks = work.ranks[action.tile]
             if busy.isdisjoint(ranks):
                 busy.update(ranks)
                 order.append(action)
@@ -211,10 +271,10 @@ def _list_schedule(plan: Plan, sequences: Sequence[Sequence[Action]]) -> list[Ac
     return order
 
 
-def _needs(plan: Plan, sequences: Sequence[Sequence[Action]]) -> dict[Action, set[Action]]:
+def _needs(bridges: Sequence[Bridge], sequences: Sequence[Sequence[Action]]) -> dict[Action, set[Action]]:
     """For each action of `sequences` those among them that it takes its inputs from."""
     needs: dict[Action, set[Action]] = {a: set() for s in sequences for a in s}
-    for bridge in bridges_of(plan):
+    for bridge in bridges:
         ways = ((Op.FORWARD, bridge.before, bridge.after), (Op.BACKWARD, bridge.after, bridge.before))
         for op, source, target in ways:
             for action in sequences[source]:

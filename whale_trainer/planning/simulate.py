@@ -1,0 +1,379 @@
+"""Plays a plan's schedule against the times of devices and links: how long a step takes, and where the time goes.
+
+The same order of actions that the executor runs, with its semantics: a rank computes one action at a time, a split tile
+waits for all its ranks, a transfer starts when its producer ends and waits for nothing but the links that it shares, a
+gradient sum starts when all its holders have the gradient, beside the backward passes that are left.
+
+Tiles that neither bridges nor ranks join (replicas) play on their own; those with equal times are played once.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Protocol
+
+from whale_trainer.planning.actions import Action, Op
+from whale_trainer.planning.plan import Plan
+from whale_trainer.planning.schedule import Bridge, bridges_between, order_of
+from whale_trainer.planning.timeline import Activity, Span, Timeline
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """What it takes to bring a micro-batch's activations, or their gradients, over a bridge."""
+
+    busy_s: float
+    """For which the links are taken."""
+    latency_s: float = 0.0
+    links: tuple[Hashable, ...] = ()
+    """What is shared with other transfers: ports of devices and nodes, by direction."""
+    num_bytes: float = 0.0
+
+
+@dataclass(frozen=True)
+class GradientSum:
+    """One bucket: the gradients of some layers, summed over the tiles that hold them."""
+
+    tiles: tuple[int, ...]
+    layer: int
+    """The earliest of its layers; when the last backward pass has left it, the bucket is full."""
+    seconds: float
+    num_bytes: float = 0.0
+    label: str = "gradient sum"
+
+
+class Times(Protocol):
+    """The seconds that a simulation asks for."""
+
+    def pass_s(self, tile: int, samples: int) -> tuple[float, float]:
+        """(forward, backward) of a tile for `samples` samples, its collectives included."""
+        ...
+
+    def backward_part(self, tile: int, layer: int) -> float:
+        """The part of a tile's backward pass after which the gradients of `layer` are there, from 0 to 1."""
+        ...
+
+    def crossing(self, bridge: Bridge, op: Op, samples: int) -> Crossing | None:
+        """What a bridge costs; None where the same ranks hold both sides."""
+        ...
+
+    def sums(self) -> Sequence[GradientSum]:
+        """All gradient sums, in the order in which the ranks start them."""
+        ...
+
+    def optimizer_s(self, tile: int) -> float:
+        """Of the slowest rank of a tile, for all that the rank holds."""
+        ...
+
+    def sums_overlap(self, tile: int) -> bool:
+        """Whether sums of the tile's gradients run beside its last backward pass."""
+        ...
+
+
+@dataclass(frozen=True)
+class Engine:
+    """How an engine differs from ours, for comparing with measurements of others."""
+
+    blocking: bool = False
+    """Sends and receives take the time of both ranks."""
+
+
+OURS = Engine()
+
+
+@dataclass
+class Played:
+    """When the actions of one part run. Times by action, in the order of the program."""
+
+    program: Program
+    starts: list[float]
+    stops: list[float]
+    transfers: list[tuple[int, int, float, float]] = field(default_factory=list)
+    """(crossing, producer's action, start, stop)."""
+    last: dict[int, int] = field(default_factory=dict)
+    """By tile of the part, its last action."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """The order of one part, compiled: what each action takes its time from, what it waits for, what it starts."""
+
+    actions: tuple[Action, ...]
+    """With tiles counted within the part."""
+    lanes: tuple[tuple[int, ...], ...]
+    """For each tile, the sets of ranks that it occupies, by number."""
+    num_lanes: int
+    outputs: tuple[tuple[tuple[int, int], ...], ...]
+    """For each action (crossing, consumer's place) of what it sends."""
+    crossings: tuple[tuple[int, Op], ...]
+    """(bridge, direction) by number."""
+
+
+@lru_cache(maxsize=4096)
+def _compiled(
+    ranks: tuple[tuple[int, ...], ...],
+    bridges: tuple[Bridge, ...],
+    counts: tuple[int, ...],
+    schedule: str,
+) -> Program:
+    """The program of a part; `ranks` and `counts` by tile. Structure only, so that many plans share it."""
+    actions = tuple(order_of(ranks, bridges, counts, schedule))
+    place = {action: i for i, action in enumerate(actions)}
+    holders: dict[int, tuple[int, ...]] = {}
+    for tile, members in enumerate(ranks):
+        for rank in members:
+            holders[rank] = (*holders.get(rank, ()), tile)
+    numbers = {held: i for i, held in enumerate(dict.fromkeys(holders.values()))}
+    lanes = tuple(tuple(sorted({numbers[holders[r]] for r in members})) for members in ranks)
+    crossings: dict[tuple[int, Op], int] = {}
+    outputs: list[list[tuple[int, int]]] = [[] for _ in actions]
+    for index, bridge in enumerate(bridges):
+        for op, source, target in (
+            (Op.FORWARD, bridge.before, bridge.after),
+            (Op.BACKWARD, bridge.after, bridge.before),
+        ):
+            number = crossings.setdefault((index, op), len(crossings))
+            for micro_batch in range(min(counts[source], counts[target])):
+                producer = place[Action(source, op, micro_batch)]
+                outputs[producer].append((number, place[Action(target, op, micro_batch)]))
+    return Program(actions, lanes, len(numbers), tuple(map(tuple, outputs)), tuple(crossings))
+
+
+def play(
+    program: Program,
+    durations: Sequence[tuple[float, float]],
+    crossings: Sequence[Crossing | None],
+    engine: Engine = OURS,
+) -> Played:
+    """Run a part: `durations` are (forward, backward) by tile, `crossings` as in `program.crossings`."""
+    free = [0.0] * program.num_lanes
+    arrived = [0.0] * len(program.actions)
+    owed: list[list[float]] = [[] for _ in program.actions] if engine.blocking else []
+    taken: dict[Hashable, float] = {}
+    starts, stops = [], []
+    transfers = []
+    for index, action in enumerate(program.actions):
+        lanes = program.lanes[action.tile]
+        start = arrived[index]
+        for lane in lanes:
+            if free[lane] > start:
+                start = free[lane]
+        if engine.blocking:
+            start += sum(owed[index])
+        stop = start + durations[action.tile][action.op is Op.BACKWARD]
+        starts.append(start)
+        stops.append(stop)
+        busy_until = stop
+        for number, consumer in program.outputs[index]:
+            crossing = crossings[number]
+            begin = stop
+            if crossing is None:
+                arrival = stop
+            elif engine.blocking:
+                seconds = crossing.busy_s + crossing.latency_s
+                transfers.append((number, index, busy_until, busy_until + seconds))
+                arrival = busy_until
+                busy_until += seconds
+                owed[consumer].append(seconds)
+            else:
+                for link in crossing.links:
+                    begin = max(begin, taken.get(link, 0.0))
+                end = begin + crossing.busy_s
+                for link in crossing.links:
+                    taken[link] = end
+                arrival = end + crossing.latency_s
+                transfers.append((number, index, begin, arrival))
+            if arrival > arrived[consumer]:
+                arrived[consumer] = arrival
+        for lane in lanes:
+            free[lane] = busy_until
+    last = {action.tile: i for i, action in enumerate(program.actions)}
+    return Played(program, starts, stops, transfers, last)
+
+
+@dataclass
+class Simulation:
+    """A played plan: the parts, each with the tiles that play alike, and what follows the last backward pass."""
+
+    plan: Plan
+    step_s: float
+    parts: list[tuple[Played, list[tuple[int, ...]], Sequence[Crossing | None], tuple[Bridge, ...]]]
+    """(the play, the plan's tiles of each part that plays so, its crossings, its bridges)."""
+    sums: list[tuple[GradientSum, float, float]]
+    optimizer: dict[int, tuple[float, float]]
+    """By tile, (start, seconds) of the optimizer step."""
+
+    def busy_fractions(self) -> tuple[float, ...]:
+        """By rank."""
+        busy = [0.0] * self.plan.num_ranks
+        for played, members, _, _ in self.parts:
+            seconds: dict[int, float] = defaultdict(float)
+            for action, start, stop in zip(played.program.actions, played.starts, played.stops, strict=True):
+                seconds[action.tile] += stop - start
+            for tiles in members:
+                for local, spent in seconds.items():
+                    for rank in self.plan.tiles[tiles[local]].ranks:
+                        busy[rank] += spent
+        done: set[int] = set()
+        for tile, (_, seconds_) in self.optimizer.items():
+            for rank in self.plan.tiles[tile].ranks:
+                if rank not in done:
+                    busy[rank] += seconds_
+                    done.add(rank)
+        return tuple(min(1.0, b / self.step_s) if self.step_s else 0.0 for b in busy)
+
+    def timeline(self, *, most_parts: int = 64) -> Timeline:
+        """The spans of every rank; of more than `most_parts` parts that play alike only the first ones."""
+        spans: list[Span] = []
+        drawn = 0
+        tiles_of = self.plan.tiles
+        shown: set[int] = set()
+        for played, members, crossings, bridges in self.parts:
+            for tiles in members:
+                if drawn >= most_parts and tiles is not members[0]:
+                    break
+                drawn += 1
+                shown |= {rank for t in tiles for rank in tiles_of[t].ranks}
+                spans += _part_spans(self.plan, played, tiles, crossings, bridges)
+        for entry, start, stop in self.sums:
+            ranks = sorted({rank for t in entry.tiles for rank in tiles_of[t].ranks} & shown)
+            spans += [Span(rank, Activity.SUM, entry.label, start, stop, entry.num_bytes) for rank in ranks]
+        done: set[int] = set()
+        for tile, (start, seconds) in self.optimizer.items():
+            for rank in tiles_of[tile].ranks:
+                if rank in shown and rank not in done:
+                    done.add(rank)
+                    spans.append(Span(rank, Activity.OPTIMIZER, "optimizer", start, start + seconds))
+        spans.sort(key=lambda s: (s.rank, s.start_s, s.stop_s))
+        return Timeline(self.step_s, tuple(spans), self.busy_fractions())
+
+
+def _part_spans(
+    plan: Plan,
+    played: Played,
+    tiles: tuple[int, ...],
+    crossings: Sequence[Crossing | None],
+    bridges: tuple[Bridge, ...],
+) -> list[Span]:
+    spans = []
+    for action, start, stop in zip(played.program.actions, played.starts, played.stops, strict=True):
+        label = str(Action(tiles[action.tile], action.op, action.micro_batch))
+        activity = Activity.FORWARD if action.op is Op.FORWARD else Activity.BACKWARD
+        spans += [Span(rank, activity, label, start, stop) for rank in plan.tiles[tiles[action.tile]].ranks]
+    for number, producer, start, stop in played.transfers:
+        index, op = played.program.crossings[number]
+        target = bridges[index].after if op is Op.FORWARD else bridges[index].before
+        action = played.program.actions[producer]
+        source = tiles[action.tile]
+        label = f"{Action(source, action.op, action.micro_batch)} to tile {tiles[target]}"
+        crossing = crossings[number]
+        assert crossing is not None
+        sender = plan.tiles[source].ranks[0]
+        spans.append(Span(sender, Activity.TRANSFER, label, start, stop, crossing.num_bytes))
+    return spans
+
+
+def simulate(plan: Plan, times: Times, *, engine: Engine = OURS) -> Simulation:
+    """Play one training step of a full global batch."""
+    parts = parts_of(plan)
+    rows = _row_counts(plan)
+    alike: dict[object, tuple[Played, list[tuple[int, ...]], Sequence[Crossing | None], tuple[Bridge, ...]]] = {}
+    ends: dict[int, tuple[float, float]] = {}
+    for tiles, bridges in parts:
+        local = {tile: i for i, tile in enumerate(tiles)}
+        inner = tuple(Bridge(local[b.before], local[b.after]) for b in bridges)
+        numbers: dict[int, int] = {}
+        ranks = tuple(tuple(numbers.setdefault(r, len(numbers)) for r in plan.tiles[t].ranks) for t in tiles)
+        counts = tuple(rows[t][0] for t in tiles)
+        program = _compiled(ranks, inner, counts, plan.schedule)
+        durations = tuple(times.pass_s(t, rows[t][1]) for t in tiles)
+        crossings = []
+        names: dict[Hashable, int] = {}
+        for index, op in program.crossings:
+            bridge = bridges[index]
+            shared = len(plan.tiles[bridge.before].samples.intersect(plan.tiles[bridge.after].samples))
+            crossings.append(_numbered(times.crossing(bridge, op, shared), names))
+        key = (ranks, inner, counts, durations, tuple(crossings))
+        if key not in alike:
+            alike[key] = (play(program, durations, crossings, engine), [], crossings, inner)
+        played, members, _, _ = alike[key]
+        members.append(tiles)
+        for tile, i in local.items():
+            at = played.last[i]
+            ends[tile] = (played.starts[at], played.stops[at])
+    sums, after = _play_sums(plan, times, ends)
+    optimizer = {tile: (after[tile], times.optimizer_s(tile)) for tile in ends}
+    step_s = max(start + seconds for start, seconds in optimizer.values())
+    return Simulation(plan, step_s, list(alike.values()), sums, optimizer)
+
+
+def _numbered(crossing: Crossing | None, names: dict[Hashable, int]) -> Crossing | None:
+    """The crossing with its links counted within the part, so that alike parts compare equal."""
+    if crossing is None:
+        return None
+    links = tuple(names.setdefault(link, len(names)) for link in crossing.links)
+    return Crossing(crossing.busy_s, crossing.latency_s, links, crossing.num_bytes)
+
+
+def _row_counts(plan: Plan) -> list[tuple[int, int]]:
+    """For each tile (micro-batches of a full global batch that it computes in, samples of a full one)."""
+    batches = plan.micro_batches_of(plan.global_batch)
+    last = len(batches[-1])
+    return [(len(batches) - (tile.samples.start >= last), len(tile.samples)) for tile in plan.tiles]
+
+
+def parts_of(plan: Plan) -> list[tuple[tuple[int, ...], tuple[Bridge, ...]]]:
+    """The tiles that bridges and common ranks join, ascending, each part with its bridges."""
+    bridges = bridges_between(plan.tiles)
+    parent = list(range(len(plan.tiles)))
+
+    def root(tile: int) -> int:
+        while parent[tile] != tile:
+            parent[tile] = parent[parent[tile]]
+            tile = parent[tile]
+        return tile
+
+    first_of: dict[int, int] = {}
+    for index, tile in enumerate(plan.tiles):
+        for rank in tile.ranks:
+            parent[root(index)] = root(first_of.setdefault(rank, index))
+    for bridge in bridges:
+        parent[root(bridge.before)] = root(bridge.after)
+    tiles: dict[int, list[int]] = defaultdict(list)
+    for index in range(len(plan.tiles)):
+        tiles[root(index)].append(index)
+    inside: dict[int, list[Bridge]] = defaultdict(list)
+    for bridge in bridges:
+        inside[root(bridge.before)].append(bridge)
+    return [(tuple(members), tuple(inside[key])) for key, members in tiles.items()]
+
+
+def _play_sums(
+    plan: Plan, times: Times, ends: dict[int, tuple[float, float]]
+) -> tuple[list[tuple[GradientSum, float, float]], dict[int, float]]:
+    """The sums in their order, and for each tile the moment at which its gradients are whole."""
+    free = [0.0] * plan.num_ranks
+    done = [0.0] * plan.num_ranks
+    for tile, (_, stop) in ends.items():
+        for rank in plan.tiles[tile].ranks:
+            done[rank] = max(done[rank], stop)
+    sums = []
+    for entry in times.sums():
+        start = 0.0
+        for tile in entry.tiles:
+            begin, stop = ends[tile]
+            ranks = plan.tiles[tile].ranks
+            if times.sums_overlap(tile):
+                start = max(start, begin + (stop - begin) * times.backward_part(tile, entry.layer))
+            else:
+                start = max(start, *(done[r] for r in ranks))
+            start = max(start, *(free[r] for r in ranks))
+        stop = start + entry.seconds
+        for tile in entry.tiles:
+            for rank in plan.tiles[tile].ranks:
+                free[rank] = stop
+        sums.append((entry, start, stop))
+    return sums, {t: max(max(done[r], free[r]) for r in plan.tiles[t].ranks) for t in ends}
