@@ -195,69 +195,71 @@ def play(
 
 
 @dataclass
+class Alike:
+    """Parts that play alike: one play, and the plan's tiles of each of them."""
+
+    played: Played
+    crossings: Sequence[Crossing | None]
+    bridges: tuple[Bridge, ...]
+    """Between tiles counted within the part."""
+    members: list[tuple[int, ...]] = field(default_factory=list)
+
+
+@dataclass
 class Simulation:
-    """A played plan: the parts, each with the tiles that play alike, and what follows the last backward pass."""
+    """A played plan: its parts, and what follows their last backward passes."""
 
     plan: Plan
     step_s: float
-    parts: list[tuple[Played, list[tuple[int, ...]], Sequence[Crossing | None], tuple[Bridge, ...]]]
-    """(the play, the plan's tiles of each part that plays so, its crossings, its bridges)."""
+    parts: list[Alike]
     sums: list[tuple[GradientSum, float, float]]
+    """(bucket, start, stop)."""
     optimizer: dict[int, tuple[float, float]]
-    """By tile, (start, seconds) of the optimizer step."""
+    """(start, seconds) of the optimizer step, for the tiles of the first of each alike parts."""
 
     def busy_fractions(self) -> tuple[float, ...]:
-        """By rank."""
+        """By rank, the part of the step that it computes."""
+        tiles_of = self.plan.tiles
         busy = [0.0] * self.plan.num_ranks
-        for played, members, _, _ in self.parts:
+        for alike in self.parts:
+            played = alike.played
             seconds: dict[int, float] = defaultdict(float)
             for action, start, stop in zip(played.program.actions, played.starts, played.stops, strict=True):
                 seconds[action.tile] += stop - start
-            for tiles in members:
-                for local, spent in seconds.items():
-                    for rank in self.plan.tiles[tiles[local]].ranks:
-                        busy[rank] += spent
-        done: set[int] = set()
-        for tile, (_, seconds_) in self.optimizer.items():
-            for rank in self.plan.tiles[tile].ranks:
-                if rank not in done:
-                    busy[rank] += seconds_
-                    done.add(rank)
+            for tiles in alike.members:
+                ends: dict[int, float] = {}
+                for local, tile in enumerate(tiles):
+                    for rank in tiles_of[tile].ranks:
+                        busy[rank] += seconds[local]
+                        ends[rank] = self.optimizer[alike.members[0][local]][1]
+                for rank, spent in ends.items():
+                    busy[rank] += spent
         return tuple(min(1.0, b / self.step_s) if self.step_s else 0.0 for b in busy)
 
     def timeline(self, *, most_parts: int = 64) -> Timeline:
-        """The spans of every rank; of more than `most_parts` parts that play alike only the first ones."""
+        """The spans of every rank; of more than `most_parts` parts, only the first of those that play alike."""
         spans: list[Span] = []
-        drawn = 0
         tiles_of = self.plan.tiles
         shown: set[int] = set()
-        for played, members, crossings, bridges in self.parts:
-            for tiles in members:
-                if drawn >= most_parts and tiles is not members[0]:
+        for alike in self.parts:
+            for number, tiles in enumerate(alike.members):
+                if number and sum(len(a.members) for a in self.parts) > most_parts:
                     break
-                drawn += 1
                 shown |= {rank for t in tiles for rank in tiles_of[t].ranks}
-                spans += _part_spans(self.plan, played, tiles, crossings, bridges)
+                spans += _part_spans(self.plan, alike, tiles)
+                ends: dict[int, tuple[float, float]] = {}
+                for local, tile in enumerate(tiles):
+                    ends |= dict.fromkeys(tiles_of[tile].ranks, self.optimizer[alike.members[0][local]])
+                spans += [Span(r, Activity.OPTIMIZER, "optimizer", at, at + spent) for r, (at, spent) in ends.items()]
         for entry, start, stop in self.sums:
             ranks = sorted({rank for t in entry.tiles for rank in tiles_of[t].ranks} & shown)
             spans += [Span(rank, Activity.SUM, entry.label, start, stop, entry.num_bytes) for rank in ranks]
-        done: set[int] = set()
-        for tile, (start, seconds) in self.optimizer.items():
-            for rank in tiles_of[tile].ranks:
-                if rank in shown and rank not in done:
-                    done.add(rank)
-                    spans.append(Span(rank, Activity.OPTIMIZER, "optimizer", start, start + seconds))
         spans.sort(key=lambda s: (s.rank, s.start_s, s.stop_s))
         return Timeline(self.step_s, tuple(spans), self.busy_fractions())
 
 
-def _part_spans(
-    plan: Plan,
-    played: Played,
-    tiles: tuple[int, ...],
-    crossings: Sequence[Crossing | None],
-    bridges: tuple[Bridge, ...],
-) -> list[Span]:
+def _part_spans(plan: Plan, alike: Alike, tiles: tuple[int, ...]) -> list[Span]:
+    played = alike.played
     spans = []
     for action, start, stop in zip(played.program.actions, played.starts, played.stops, strict=True):
         label = str(Action(tiles[action.tile], action.op, action.micro_batch))
@@ -265,11 +267,11 @@ def _part_spans(
         spans += [Span(rank, activity, label, start, stop) for rank in plan.tiles[tiles[action.tile]].ranks]
     for number, producer, start, stop in played.transfers:
         index, op = played.program.crossings[number]
-        target = bridges[index].after if op is Op.FORWARD else bridges[index].before
+        bridge = alike.bridges[index]
         action = played.program.actions[producer]
-        source = tiles[action.tile]
-        label = f"{Action(source, action.op, action.micro_batch)} to tile {tiles[target]}"
-        crossing = crossings[number]
+        source, target = tiles[action.tile], tiles[bridge.after if op is Op.FORWARD else bridge.before]
+        label = f"{Action(source, action.op, action.micro_batch)} to tile {target}"
+        crossing = alike.crossings[number]
         assert crossing is not None
         sender = plan.tiles[source].ranks[0]
         spans.append(Span(sender, Activity.TRANSFER, label, start, stop, crossing.num_bytes))
@@ -278,11 +280,9 @@ def _part_spans(
 
 def simulate(plan: Plan, times: Times, *, engine: Engine = OURS) -> Simulation:
     """Play one training step of a full global batch."""
-    parts = parts_of(plan)
     rows = _row_counts(plan)
-    alike: dict[object, tuple[Played, list[tuple[int, ...]], Sequence[Crossing | None], tuple[Bridge, ...]]] = {}
-    ends: dict[int, tuple[float, float]] = {}
-    for tiles, bridges in parts:
+    alike: dict[object, Alike] = {}
+    for tiles, bridges in parts_of(plan):
         local = {tile: i for i, tile in enumerate(tiles)}
         inner = tuple(Bridge(local[b.before], local[b.after]) for b in bridges)
         numbers: dict[int, int] = {}
@@ -296,18 +296,21 @@ def simulate(plan: Plan, times: Times, *, engine: Engine = OURS) -> Simulation:
             bridge = bridges[index]
             shared = len(plan.tiles[bridge.before].samples.intersect(plan.tiles[bridge.after].samples))
             crossings.append(_numbered(times.crossing(bridge, op, shared), names))
-        key = (ranks, inner, counts, durations, tuple(crossings))
+        layers = tuple(plan.tiles[t].layers for t in tiles)
+        key = (layers, ranks, inner, counts, durations, tuple(crossings))
         if key not in alike:
-            alike[key] = (play(program, durations, crossings, engine), [], crossings, inner)
-        played, members, _, _ = alike[key]
-        members.append(tiles)
-        for tile, i in local.items():
-            at = played.last[i]
-            ends[tile] = (played.starts[at], played.stops[at])
+            alike[key] = Alike(play(program, durations, crossings, engine), crossings, inner)
+        alike[key].members.append(tiles)
+    parts = list(alike.values())
+    ends = {}
+    for part in parts:
+        for local_tile, tile in enumerate(part.members[0]):
+            at = part.played.last[local_tile]
+            ends[tile] = (part.played.starts[at], part.played.stops[at])
     sums, after = _play_sums(plan, times, ends)
     optimizer = {tile: (after[tile], times.optimizer_s(tile)) for tile in ends}
     step_s = max(start + seconds for start, seconds in optimizer.values())
-    return Simulation(plan, step_s, list(alike.values()), sums, optimizer)
+    return Simulation(plan, step_s, parts, sums, optimizer)
 
 
 def _numbered(crossing: Crossing | None, names: dict[Hashable, int]) -> Crossing | None:
@@ -354,16 +357,22 @@ def parts_of(plan: Plan) -> list[tuple[tuple[int, ...], tuple[Bridge, ...]]]:
 def _play_sums(
     plan: Plan, times: Times, ends: dict[int, tuple[float, float]]
 ) -> tuple[list[tuple[GradientSum, float, float]], dict[int, float]]:
-    """The sums in their order, and for each tile the moment at which its gradients are whole."""
-    free = [0.0] * plan.num_ranks
-    done = [0.0] * plan.num_ranks
+    """The sums in their order, and for each tile of `ends` the moment at which its gradients are whole.
+
+    `ends` has one of each alike tiles; the others take part in the same sums at the same times.
+    """
+    free: dict[int, float] = defaultdict(float)
+    done: dict[int, float] = defaultdict(float)
     for tile, (_, stop) in ends.items():
         for rank in plan.tiles[tile].ranks:
             done[rank] = max(done[rank], stop)
     sums = []
+    holders: dict[tuple[int, ...], list[int]] = {}
     for entry in times.sums():
+        if entry.tiles not in holders:
+            holders[entry.tiles] = [t for t in entry.tiles if t in ends]
         start = 0.0
-        for tile in entry.tiles:
+        for tile in holders[entry.tiles]:
             begin, stop = ends[tile]
             ranks = plan.tiles[tile].ranks
             if times.sums_overlap(tile):
@@ -372,7 +381,7 @@ def _play_sums(
                 start = max(start, *(done[r] for r in ranks))
             start = max(start, *(free[r] for r in ranks))
         stop = start + entry.seconds
-        for tile in entry.tiles:
+        for tile in holders[entry.tiles]:
             for rank in plan.tiles[tile].ranks:
                 free[rank] = stop
         sums.append((entry, start, stop))

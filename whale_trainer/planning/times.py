@@ -8,6 +8,7 @@ there is a measured profile of the kind, its figures are taken instead.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -156,9 +157,8 @@ class TimeModel:
         count = len(devices)
         if count < 2:
             return 0.0, 0.0
-        nodes = [d.node for d in devices]
-        distinct = dict.fromkeys(nodes)
-        links = [self._links[n] for n in distinct if nodes.count(n) > 1 or len(distinct) == 1]
+        distinct = Counter(d.node for d in devices)
+        links = [self._links[n] for n, members in distinct.items() if members > 1]
         bandwidths = [link.bandwidth_bytes_per_s for link in links]
         latency = max((link.latency_s for link in links), default=0.0)
         if len(distinct) > 1:
