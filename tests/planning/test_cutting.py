@@ -6,6 +6,7 @@ from collections import Counter
 from itertools import combinations, pairwise, permutations
 from math import inf, isclose
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,10 +21,11 @@ from whale_trainer.planning.shares import Interval
 def cutting(flops: list[float], speeds: list[float], free: list[float] | None, samples: int = 1) -> Cutting:
     """One group of one device for each speed; equal ones are of one type."""
     costs = CostModel(plain_spec(flops), PRECISIONS["32-true"], 8).tile((1,))
+    work = np.cumsum([0.0, *flops]) * 3
     kinds = list(dict.fromkeys(zip(speeds, free or [inf] * len(speeds), strict=True)))
     counted = Counter(zip(speeds, free or [inf] * len(speeds), strict=True))
     layers = Interval(0, len(flops))
-    tables = [StageTable(costs, (s,), None if free is None else (f,), layers) for s, f in kinds]
+    tables = [StageTable(costs, work / s, None if free is None else (f,), layers) for s, f in kinds]
     return Cutting(tables, tuple(counted[k] for k in kinds), samples, lambda position: len(speeds) - position)
 
 

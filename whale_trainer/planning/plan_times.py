@@ -56,9 +56,7 @@ class PlanTimes:
         """The messages of a bridge as one transfer: as long as its fullest port is busy."""
         tiles = self.plan.tiles
         source, target = (bridge.before, bridge.after) if op is Op.FORWARD else (bridge.after, bridge.before)
-        layer = self.model.costs.model.layers[tiles[bridge.before].layers.stop - 1]
-        factor = 2.0 if self.model.costs.precision.weight_bytes == 8 else 1.0
-        num_bytes = layer.boundary_bytes * samples * factor
+        num_bytes = float(self.model.boundary_bytes[tiles[bridge.before].layers.stop - 1]) * samples
         ports: dict[Hashable, float] = defaultdict(float)
         latency = 0.0
         for sender, receiver in pair_ranks(tiles[source].ranks, tiles[target].ranks):

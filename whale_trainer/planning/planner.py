@@ -22,6 +22,7 @@ from whale_trainer.planning.precision import check_dtype, precision_of
 from whale_trainer.planning.replicas import Layout, Setting, Stage, best_layout
 from whale_trainer.planning.scopes import DEFAULT, Section, fixed, sections_of
 from whale_trainer.planning.strategy import PRESETS, Degrees, StrategySpec, load_strategy
+from whale_trainer.planning.times import Seconds, TimeModel
 
 AUTO_ORDER = ("replicate", "hybrid", "pipeline", "split", "single")
 """Presets that `strategy=auto` compares; of equally fast ones the first is taken."""
@@ -36,6 +37,7 @@ class _Job:
     strategy: StrategySpec
     global_batch: int
     costs: CostModel
+    times: TimeModel
 
     @property
     def micro_batches(self) -> int:
@@ -48,6 +50,13 @@ class _Job:
     def speed(self, device: Device) -> float:
         """FLOP/s by which work is shared; the base line takes all devices as equal."""
         return 1.0 if self.strategy.balance == "even" else device.kind.speed(self.costs.precision.dtype)
+
+    def seconds(self, devices: tuple[Device, ...], weights: tuple[int, ...], samples: int) -> Seconds:
+        """Prefix sums over the layers of a group's time; the base line takes all devices as its first one."""
+        if self.strategy.balance == "even":
+            kind = self.cluster.devices[0].kind
+            devices = tuple(device.model_copy(update={"kind": kind}) for device in devices)
+        return self.times.group(devices, weights, samples).both
 
 
 def build_plan(
@@ -66,7 +75,7 @@ def build_plan(
     if cluster.is_auto:
         raise ConfigError([Problem("cluster.nodes", "auto has not been filled in with what is found on this machine")])
     costs = CostModel(model, precision_of(precision), optimizer_bytes_per_element)
-    job = _Job(model, cluster, strategy, global_batch, costs)
+    job = _Job(model, cluster, strategy, global_batch, costs, TimeModel(costs, cluster))
     return _best_preset(job) if strategy.is_auto else _plan(job)
 
 
@@ -146,6 +155,7 @@ def _lay_out(
         -(-job.global_batch // job.micro_batches),
         job.strategy.schedule,
         job.speed,
+        job.seconds,
         (lambda device: free[device.index]) if with_limits else None,
     )
     after = _stages_after(sections, job.cluster)

@@ -7,7 +7,7 @@ its memory.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import combinations_with_replacement, islice
@@ -20,6 +20,7 @@ from whale_trainer.planning.cutting import Chain, Cutting, StageTable
 from whale_trainer.planning.groups import Group
 from whale_trainer.planning.plan import Shard, Tile
 from whale_trainer.planning.shares import Interval, intervals
+from whale_trainer.planning.times import Seconds
 
 MOST_ARRANGEMENTS = 400
 """Ways of dealing groups to replicas that are tried, after the three obvious ones; fewer for large micro-batches."""
@@ -37,6 +38,9 @@ class Setting:
     """Samples of a full micro-batch."""
     schedule: str
     speed: Callable[[Device], float]
+    """By which shards are weighed and groups are ordered."""
+    seconds: Callable[[tuple[Device, ...], tuple[int, ...], int], Seconds]
+    """Prefix sums over the layers of a group's seconds, forward and backward, for a number of samples."""
     free: Callable[[Device], float] | None
     """Bytes that a device has left; None where memory does not count."""
 
@@ -67,7 +71,7 @@ class Layout:
 
     @property
     def num_stages(self) -> int:
-        return len(self.replicas[0])
+        return max(map(len, self.replicas))
 
     @property
     def devices(self) -> tuple[Device, ...]:
@@ -89,8 +93,9 @@ class ReplicaSolver:
     setting: Setting
     layers: Interval
     groups: Sequence[Group]
-    num_stages: int
     stages_after: int
+    samples: int
+    """Of a replica, about: times are taken in proportion to it."""
     _tables: dict[float, list[StageTable]] = field(default_factory=dict)
     _chains: dict[tuple[tuple[int, ...], int], tuple[Chain, float] | None] = field(default_factory=dict)
     _free_chains: dict[tuple[tuple[int, ...], float], Chain | None] = field(default_factory=dict)
@@ -99,21 +104,23 @@ class ReplicaSolver:
         keys = [self._key(group) for group in self.groups]
         self.types = list(dict.fromkeys(keys))
         self.type_of = [self.types.index(key) for key in keys]
+        self.examples = [next(g for g, key in zip(self.groups, keys, strict=True) if key == k) for k in self.types]
         self._type_by_first = {group.first: kind for group, kind in zip(self.groups, self.type_of, strict=True)}
 
-    def _key(self, group: Group) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    def _key(self, group: Group) -> tuple[tuple[float, ...], tuple[float, ...], int]:
         free = self.setting.free
         speeds = tuple(self.setting.speed(d) for d in group.devices)
-        return speeds, tuple(free(d) if free else inf for d in group.devices)
+        return speeds, tuple(free(d) if free else inf for d in group.devices), len(group.nodes)
 
     def tables(self, slack: float) -> list[StageTable]:
         """One table for each group type, with shard weights that keep to the free memory as `slack` says."""
         if slack not in self._tables:
             made = []
-            for speeds, free in self.types:
+            for (speeds, free, _), group in zip(self.types, self.examples, strict=True):
                 weights = shard_weights(speeds, free, slack)
                 room = free if self.setting.free else None
-                made.append(StageTable(self.setting.costs.tile(weights), speeds, room, self.layers))
+                seconds = self.setting.seconds(group.devices, weights, self.samples) / self.samples
+                made.append(StageTable(self.setting.costs.tile(weights), seconds, room, self.layers))
             self._tables[slack] = made
         return self._tables[slack]
 
@@ -134,7 +141,7 @@ class ReplicaSolver:
             tried.add(weights)
             cutting = self._cutting(tables, counts, samples)
             if (counts, slack) not in self._free_chains:
-                free_tables = [StageTable(t.costs, t.speeds, None, t.layers) for t in tables]
+                free_tables = [StageTable(t.costs, t.seconds, None, t.layers) for t in tables]
                 self._free_chains[counts, slack] = self._cutting(free_tables, counts, samples).best()
             chain = self._free_chains[counts, slack]
             if chain is None or not cutting.fits(chain):
@@ -144,7 +151,7 @@ class ReplicaSolver:
         return None
 
     def _cutting(self, tables: Sequence[StageTable], counts: tuple[int, ...], samples: int) -> Cutting:
-        in_flight = partial(self.setting.in_flight, num_stages=self.num_stages, stages_after=self.stages_after)
+        in_flight = partial(self.setting.in_flight, num_stages=sum(counts), stages_after=self.stages_after)
         return Cutting(tables, counts, samples, in_flight)
 
     def cost(self, counts: tuple[int, ...], samples: int) -> float:
@@ -177,9 +184,30 @@ def best_layout(
 
     `least_share` 0 lets replicas that would only slow the step down go without samples; they are not in the layout.
     """
-    solver = ReplicaSolver(setting, layers, groups, num_stages, stages_after)
+    samples = max(1, setting.height // max(1, len(groups) // num_stages))
+    solver = ReplicaSolver(setting, layers, groups, stages_after, samples)
+    return _best_of(solver, _arrangements(solver, num_stages), least_share)
+
+
+def separate_layout(
+    setting: Setting, layers: Interval, groups: Sequence[Group], stages_of: Mapping[str, int]
+) -> Layout | None:
+    """Replicas that each have groups of one kind only, with as many stages as `stages_of` says for the kind."""
+    replicas = sum(sum(g.devices[0].kind.name == kind for g in groups) // stages for kind, stages in stages_of.items())
+    solver = ReplicaSolver(setting, layers, groups, 0, max(1, setting.height // max(1, replicas)))
+    arrangement: list[tuple[int, ...]] = []
+    for number, group in enumerate(solver.examples):
+        stages = stages_of[group.devices[0].kind.name]
+        counts = tuple(stages if i == number else 0 for i in range(len(solver.types)))
+        arrangement += [counts] * (solver.type_of.count(number) // stages)
+    return _best_of(solver, [arrangement], 0) if arrangement else None
+
+
+def _best_of(solver: ReplicaSolver, arrangements: Iterable[list[tuple[int, ...]]], least_share: int) -> Layout | None:
+    """The arrangement with the least time of the slowest stage."""
+    setting = solver.setting
     best: tuple[float, list[tuple[int, ...]], list[int]] | None = None
-    for arrangement in _arrangements(solver, len(groups) // num_stages):
+    for arrangement in arrangements:
         costs = [partial(solver.cost, counts) for counts in arrangement]
         shares = allot(setting.height, costs, minimum=least_share)
         if shares is None:
@@ -205,9 +233,9 @@ def _layout(
     return Layout(tuple(stages for stages, _ in made), tuple(share for _, share in made), slowest_s)
 
 
-def _arrangements(solver: ReplicaSolver, num_replicas: int) -> Iterator[list[tuple[int, ...]]]:
+def _arrangements(solver: ReplicaSolver, num_stages: int) -> Iterator[list[tuple[int, ...]]]:
     """Ways to deal the groups to replicas, each replica told by how many groups of each type it has."""
-    num_stages, num_types = solver.num_stages, len(solver.types)
+    num_replicas, num_types = len(solver.groups) // num_stages, len(solver.types)
     ordered = sorted(solver.type_of, key=lambda t: (-sum(solver.types[t][0]), t))
     alike = [ordered[i : i + num_stages] for i in range(0, len(ordered), num_stages)]
     striped = [ordered[i::num_replicas] for i in range(num_replicas)]

@@ -113,7 +113,7 @@ class Program:
 
 
 @lru_cache(maxsize=4096)
-def _compiled(
+def compiled(
     ranks: tuple[tuple[int, ...], ...],
     bridges: tuple[Bridge, ...],
     counts: tuple[int, ...],
@@ -288,7 +288,7 @@ def simulate(plan: Plan, times: Times, *, engine: Engine = OURS) -> Simulation:
         numbers: dict[int, int] = {}
         ranks = tuple(tuple(numbers.setdefault(r, len(numbers)) for r in plan.tiles[t].ranks) for t in tiles)
         counts = tuple(rows[t][0] for t in tiles)
-        program = _compiled(ranks, inner, counts, plan.schedule)
+        program = compiled(ranks, inner, counts, plan.schedule)
         durations = tuple(times.pass_s(t, rows[t][1]) for t in tiles)
         crossings = []
         names: dict[Hashable, int] = {}

@@ -82,6 +82,8 @@ class TimeModel:
                 if model.layers[index].forward_flops:
                     self._weights[index] += parameter.num_elements * costs.precision.bytes_of(parameter)
         outputs = [layer.boundary_bytes for layer in model.layers]
+        self.boundary_bytes = np.array(outputs) * (2.0 if costs.precision.weight_bytes == 8 else 1.0)
+        """Bytes that one sample takes over a bridge after each layer."""
         width = [min(outputs[max(0, i - 1)], outputs[i]) for i in range(len(outputs))]
         self._sum_bytes = np.array(width) * (0.5 if costs.precision.copy_bytes else 1.0)
         self._num_sums = np.array([layer.num_collectives for layer in model.layers])

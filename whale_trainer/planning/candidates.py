@@ -1,0 +1,117 @@
+"""Plans that are weighed: made from tiles on devices of the cluster, checked against memory, timed by the simulator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from whale_trainer.cluster import Cluster
+from whale_trainer.planning.costs import CostModel
+from whale_trainer.planning.memory import in_flight, usable_bytes
+from whale_trainer.planning.plan import Plan, PlannedDevice, Shard, Tile
+from whale_trainer.planning.plan_times import PlanTimes
+from whale_trainer.planning.shares import Interval
+from whale_trainer.planning.simulate import Simulation, simulate
+from whale_trainer.planning.times import TimeModel
+from whale_trainer.validation import counted
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Tiles with indices of the cluster's devices as ranks, and what their step takes."""
+
+    tiles: tuple[Tile, ...]
+    micro_batches: int
+    schedule: str
+    step_s: float
+
+    @property
+    def rank_key(self) -> tuple[float, int, tuple[Tile, ...], int, str]:
+        """By time; of equally fast ones the simplest first, so that the choice is the same on every run."""
+        return (float(f"{self.step_s:.9e}"), len(self.tiles), self.tiles, self.micro_batches, self.schedule)
+
+
+@dataclass
+class Weigher:
+    """Times candidates, each once, and remembers them."""
+
+    costs: CostModel
+    cluster: Cluster
+    times: TimeModel
+    global_batch: int
+    weighed: dict[tuple[tuple[Tile, ...], int, str], Candidate | None] = field(default_factory=dict)
+    num_simulated: int = 0
+
+    def __post_init__(self) -> None:
+        self._usable = [usable_bytes(d.kind) for d in self.cluster.devices]
+
+    def weigh(self, tiles: Sequence[Tile], micro_batches: int, schedule: str) -> Candidate | None:
+        """The candidate with its predicted step; None where it does not fit in memory."""
+        ordered = tuple(sorted(tiles, key=lambda t: (t.layers.start, t.samples.start)))
+        key = (ordered, micro_batches, schedule)
+        if key not in self.weighed:
+            plan = self.plan(ordered, micro_batches, schedule)
+            candidate = None
+            if self.fits(plan, ordered):
+                self.num_simulated += 1
+                candidate = Candidate(ordered, micro_batches, schedule, self.simulation(plan).step_s)
+            self.weighed[key] = candidate
+        return self.weighed[key]
+
+    def simulation(self, plan: Plan) -> Simulation:
+        """One step of a plan on the cluster."""
+        return simulate(plan, PlanTimes(plan, self.times))
+
+    def plan(self, tiles: Sequence[Tile], micro_batches: int, schedule: str) -> Plan:
+        """The plan, with ranks counted over the devices in use, in the order of the cluster."""
+        devices = self.cluster.devices
+        used = sorted({index for tile in tiles for index in tile.ranks})
+        rank_of = {index: rank for rank, index in enumerate(used)}
+        return Plan(
+            tiles=tuple(replace(t, shards=tuple(Shard(rank_of[s.rank], s.weight) for s in t.shards)) for t in tiles),
+            layer_names=self.costs.model.layer_names,
+            micro_batches=micro_batches,
+            global_batch=self.global_batch,
+            schedule=schedule,
+            devices=tuple(
+                PlannedDevice(rank, devices[i].kind.name, devices[i].node, devices[i].kind.memory_bytes)
+                for rank, i in enumerate(used)
+            ),
+            left_out=tuple(str(d) for d in devices if d.index not in rank_of),
+        )
+
+    def fits(self, plan: Plan, tiles: Sequence[Tile]) -> bool:
+        """Whether every rank's tiles fit; what several tiles of a rank share is counted for each."""
+        needed: dict[int, float] = {}
+        for tile, flying in zip(tiles, in_flight(plan), strict=True):
+            shards = self.costs.tile(tile.weights).shards
+            for shard, index in zip(shards, tile.ranks, strict=True):
+                bytes_ = shard.memory(tile.layers.start, tile.layers.stop, len(tile.samples), flying)
+                needed[index] = needed.get(index, 0.0) + bytes_
+                if needed[index] > self._usable[index]:
+                    return False
+        return True
+
+
+def describe_tiles(candidate: Candidate, num_layers: int) -> str:
+    """`2 replicas x 2 stages x split 2, 8 micro-batches, 1f1b`."""
+    rows: dict[Interval, list[Tile]] = {}
+    for tile in candidate.tiles:
+        rows.setdefault(tile.samples, []).append(tile)
+    tail = f", {counted(candidate.micro_batches, 'micro-batch')}, {candidate.schedule}"
+    are_rows = all(sum(len(t.layers) for t in tiles) == num_layers for tiles in rows.values())
+    if not are_rows:
+        ranks = len({rank for t in candidate.tiles for rank in t.ranks})
+        return f"{counted(len(candidate.tiles), 'tile')} on {counted(ranks, 'device')}{tail}"
+    stages = sorted({len(tiles) for tiles in rows.values()})
+    splits = sorted({len(t.shards) for t in candidate.tiles})
+    parts = [counted(len(rows), "replica")]
+    if stages != [1]:
+        parts.append(f"{_listed(stages)} stages")
+    if splits != [1]:
+        parts.append(f"split {_listed(splits)}")
+    return " x ".join(parts) + tail
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return " or ".join(map(str, numbers))
