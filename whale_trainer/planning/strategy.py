@@ -21,6 +21,13 @@ def _degree(value: object) -> object:
     raise refusal(f"{value!r} is not a degree; allowed: auto, or a whole number from 1 to 65536")
 
 
+def _count_or_auto(value: object) -> object:
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    if value == "auto" or (is_whole and isinstance(value, int) and 1 <= value <= 65536):
+        return value
+    raise refusal(f"{value!r} is no number of micro-batches; allowed: auto, or a whole number from 1 to 65536")
+
+
 def _words(value: object) -> object:
     return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
 
@@ -59,10 +66,11 @@ class StrategySpec(_Section):
     """The whole section. Without `default` and `scopes` the planner chooses."""
 
     name: str = Field(default="custom", description="the preset's name")
-    micro_batches: int = Field(default=1, ge=1, le=65536, description="a whole number from 1 to 65536")
-    schedule: Literal["1f1b", "gpipe"] = "1f1b"
-    balance: Literal["hardware", "even"] = "hardware"
-    """`hardware`: parts proportional to speed; `even`: the base line, all devices taken as equal."""
+    micro_batches: Annotated[int | Literal["auto"], BeforeValidator(_count_or_auto)] = 1
+    schedule: Literal["1f1b", "gpipe", "auto"] = "1f1b"
+    balance: Literal["hardware", "even", "whale"] = "hardware"
+    """`hardware`: the least step time; base lines: `even` takes all devices as equal, `whale` is the paper's own
+    algorithm."""
     default: Degrees | None = Field(
         default=None, description="{replicate, split, stages, devices}, for layers in no scope"
     )
@@ -76,6 +84,12 @@ class StrategySpec(_Section):
     def is_auto(self) -> bool:
         """True when the planner is to choose everything."""
         return self.default is None and not self.scopes
+
+    @property
+    def variants(self) -> tuple[tuple[int | None, str], ...]:
+        """(micro-batches, schedule) that the strategy leaves open; None for any number of micro-batches."""
+        schedules = ("1f1b", "gpipe") if self.schedule == "auto" else (self.schedule,)
+        return tuple((None if self.micro_batches == "auto" else self.micro_batches, s) for s in schedules)
 
 
 def load_strategy(data: object) -> StrategySpec:
@@ -112,4 +126,4 @@ PRESETS: dict[str, dict[str, Any]] = {
         "left_over": "allow",
     },
 }
-"""The shipped strategies, as in conf/strategy; `auto` picks one of them."""
+"""The shipped strategies, as in conf/strategy; `auto` has no scopes and may do what any of them does, and more."""
