@@ -20,10 +20,14 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from whale_trainer.describe.checks import NoDraws, check_output, check_samples_first
 from whale_trainer.describe.layers import first_inputs, layers_of, model_loss
+from whale_trainer.describe.recurrent import is_plain_lstm, kernels_of_further_steps, lstm_at_once
 from whale_trainer.errors import ConfigError, Problem
 from whale_trainer.model_spec import ModuleSplit, SplitKind
 
 _FUSED_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_ALLOCATIONS = frozenset(
+    (torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.empty_strided, torch.ops.aten.new_empty)
+)
 
 
 @dataclass(frozen=True)
@@ -148,7 +152,7 @@ def _run(name: str, layer: nn.Module, x: Any, samples: int, cut: dict[int, Modul
     split_flops = _CutFlops(counter, layer, cut)
     traffic = _Traffic(frozenset(counter.flop_registry))
     try:
-        with counter, traffic, NoDraws(name), _Watch(name, own), kept.hooks():
+        with counter, traffic, NoDraws(name), _Watch(name, own, traffic), kept.hooks():
             out = layer(_with_gradient(x))
     except (ConfigError, NotImplementedError):
         raise
@@ -213,6 +217,8 @@ class _Traffic(TorchDispatchMode):
         is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
         if is_view or func in (torch.ops.aten.detach.default, torch.ops.aten.detach_.default):
             return out
+        if func._overloadpacket in _ALLOCATIONS:
+            return out
         self.num_kernels += 1
         if func._overloadpacket not in self._with_flops:
             # weights are read once, whatever the number of samples, and of a table only some rows
@@ -244,14 +250,16 @@ class _CutFlops:
 
 
 class _Watch(TorchFunctionMode):
-    """Refuses parameters of other layers, and takes attention as the fused kernels compute it.
+    """Refuses parameters of other layers, and takes attention and LSTMs as the fused kernels compute them.
 
-    On the meta device attention would fall back to the form that keeps the matrix of all scores.
+    On the meta device attention would fall back to the form that keeps the matrix of all scores, and an LSTM to a loop
+    over its steps.
     """
 
-    def __init__(self, layer: str, own: Sequence[Tensor]) -> None:
+    def __init__(self, layer: str, own: Sequence[Tensor], traffic: _Traffic) -> None:
         super().__init__()
         self._layer = layer
+        self._traffic = traffic
         self._own = {id(t) for t in own}
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -267,6 +275,9 @@ class _Watch(TorchFunctionMode):
         drops = kwargs.get("dropout_p") or (len(args) > 4 and args[4])
         if func is F.scaled_dot_product_attention and len(args) == 3 and kwargs.get("attn_mask") is None and not drops:
             return _fused_attention(*args, is_causal=kwargs.get("is_causal", False))
+        if func is torch.lstm and not kwargs and is_plain_lstm(args):
+            self._traffic.num_kernels += kernels_of_further_steps(args)
+            return lstm_at_once(*args)
         return func(*args, **kwargs)
 
 
