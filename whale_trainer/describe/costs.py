@@ -25,9 +25,18 @@ from whale_trainer.errors import ConfigError, Problem
 from whale_trainer.model_spec import ModuleSplit, SplitKind
 
 _FUSED_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_ALLOCATIONS = frozenset(
-    (torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.empty_strided, torch.ops.aten.new_empty)
+_NO_KERNELS = frozenset(
+    (
+        torch.ops.aten.detach,
+        torch.ops.aten.detach_,
+        torch.ops.aten.empty,
+        torch.ops.aten.empty_like,
+        torch.ops.aten.empty_strided,
+        torch.ops.aten.new_empty,
+        torch.ops.aten._unsafe_view,
+    )
 )
+"""What only allocates, or looks at the same memory in another way without saying so in its schema."""
 
 
 @dataclass(frozen=True)
@@ -212,12 +221,14 @@ class _Traffic(TorchDispatchMode):
         self.moved_bytes = 0
         self.num_kernels = 0
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # or the first kernel imports the compiler, which takes seconds and has no part here
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
-        if is_view or func in (torch.ops.aten.detach.default, torch.ops.aten.detach_.default):
-            return out
-        if func._overloadpacket in _ALLOCATIONS:
+        if is_view or func._overloadpacket in _NO_KERNELS:
             return out
         self.num_kernels += 1
         if func._overloadpacket not in self._with_flops:
