@@ -97,7 +97,8 @@ def test_lanes() -> None:
 
 
 def test_representatives() -> None:
-    assert representatives({3: "a", 1: "b", 0: "a", 5: "a"}, 2) == [0, 1]
-    assert representatives({3: "a", 1: "b", 0: "a", 5: "a"}, 3) == [0, 1, 3]
+    alike = {3: "a", 1: "b", 0: "a", 5: "a"}
+    assert representatives(alike, 4) == [0, 1, 3, 5]
+    assert representatives(alike, 3) == [0, 1]
     assert representatives({r: r for r in range(10)}, 5) == [0, 2, 4, 6, 8]
     assert representatives({}, 5) == []

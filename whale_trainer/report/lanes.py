@@ -49,15 +49,14 @@ def pass_seconds(timeline: Timeline) -> dict[int, dict[str, float]]:
 
 
 def representatives(likeness: Mapping[int, Hashable], most: int) -> list[int]:
-    """At most `most` ranks, ascending, of those that have a likeness: one of each sort first, then by rank.
+    """All ranks, ascending, if they are at most `most`; else the first of each sort that has a likeness.
 
     Of more than `most` sorts some are taken at even distances.
     """
+    if len(likeness) <= most:
+        return sorted(likeness)
     first: dict[Hashable, int] = {}
     for rank in sorted(likeness):
         first.setdefault(likeness[rank], rank)
     sorts = list(first.values())
-    if len(sorts) > most:
-        return [sorts[i * len(sorts) // most] for i in range(most)]
-    others = [rank for rank in sorted(likeness) if rank not in set(sorts)]
-    return sorted([*sorts, *others[: most - len(sorts)]])
+    return sorts if len(sorts) <= most else [sorts[i * len(sorts) // most] for i in range(most)]

@@ -10,7 +10,6 @@ from whale_trainer.planning.costs import MemoryItems
 from whale_trainer.planning.memory import size
 from whale_trainer.planning.show import MOST_RANKS
 from whale_trainer.report.colours import item_colours, kind_colours
-from whale_trainer.report.lanes import representatives
 from whale_trainer.report.markup import Markup, joined, tag
 from whale_trainer.report.step_rows import ROOMY
 from whale_trainer.report.tiling import swatch
@@ -20,7 +19,7 @@ UNITS = 1000
 
 def memory_bars(answer: Answer) -> Markup:
     """A bar for each rank, all on one scale of bytes, with lines at what can be used and at what the device has."""
-    ranks = _ranks(answer)
+    ranks, hint = _ranks(answer)
     devices = answer.plan.devices
     scale = max(max(devices[r].memory_bytes, answer.memory[r].total) for r in ranks)
     items = {f.name: f.name.replace("_", " ") for f in fields(MemoryItems)}
@@ -34,8 +33,6 @@ def memory_bars(answer: Answer) -> Markup:
         class_="legend",
     )
     rows = [_row(answer, rank, used, colours, scale) for rank in ranks]
-    left_out = len(devices) - len(ranks)
-    hint = f"{len(ranks)} of {len(devices)} ranks are drawn, of those that differ the fullest." if left_out else ""
     return joined(
         legend,
         tag("div", *rows, class_="memory dense" if len(rows) > ROOMY else "memory"),
@@ -43,15 +40,19 @@ def memory_bars(answer: Answer) -> Markup:
     )
 
 
-def _ranks(answer: Answer) -> list[int]:
-    """The ranks with a bar; in a large plan alike ones stand for each other, and the fullest come first."""
-    alike = {
-        device.rank: (device.kind, device.memory_bytes, answer.memory[device.rank], answer.usable_bytes[device.rank])
-        for device in answer.plan.devices
-    }
-    first = {likeness: rank for rank, likeness in reversed(alike.items())}
-    fullest = sorted(first.values(), key=lambda r: (-_part(answer, r), r))[:MOST_RANKS]
-    return representatives(alike, MOST_RANKS) if len(first) <= MOST_RANKS else sorted(fullest)
+def _ranks(answer: Answer) -> tuple[list[int], str]:
+    """The ranks with a bar, and in words which these are of a large plan: one of each sort, or the fullest."""
+    devices = answer.plan.devices
+    first: dict[object, int] = {}
+    for rank, device in enumerate(devices):
+        sort = (device.kind, device.memory_bytes, answer.memory[rank], answer.usable_bytes[rank])
+        first.setdefault(sort if len(devices) > MOST_RANKS else rank, rank)
+    sorts = list(first.values())
+    if len(sorts) == len(devices) <= MOST_RANKS:
+        return sorts, ""
+    drawn = sorted(sorted(sorts, key=lambda r: (-_part(answer, r), r))[:MOST_RANKS])
+    which = "each other holds the same as one of these" if len(drawn) == len(sorts) else "the fullest"
+    return drawn, f"{len(drawn)} of {len(devices)} ranks are drawn, {which}."
 
 
 def _part(answer: Answer, rank: int) -> float:

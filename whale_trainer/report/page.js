@@ -175,24 +175,23 @@
     const scale = width / (view[1] - view[0]);
     const character = CHARACTER * (size / 11.5);
     // in low rows all bars are labelled, or none: some would only be noise
-    if (compute < 16 && step.middle * scale < longest * character + 6) return;
+    if (compute < 16 && step.middle * scale < (longest - 1) * character + 6) return;
     for (const bar of step.bars) {
       const left = Math.max(0, (bar.x - view[0]) * scale);
       const right = Math.min(width, (bar.x + bar.width - view[0]) * scale);
-      if (right - left < bar.label.length * character + 6) continue;
+      const forms = [bar.label, bar.label.replace(/^\d+/, "")]; // the tile may go without saying
+      const label = forms.find((form) => form.length * character + 6 <= right - left);
+      if (!label) continue;
       pen.fillStyle = bar.ink;
-      pen.fillText(bar.label, (left + right) / 2, bar.top + compute / 2 + 0.5);
+      pen.fillText(label, (left + right) / 2, bar.top + compute / 2 + 0.5);
     }
   }
 
-  let waiting = false;
   function show(from, to) {
     const length = Math.min(WHOLE, Math.max(WHOLE / 5000, to - from));
     const start = Math.min(WHOLE - length, Math.max(0, from));
     view = [start, start + length];
-    if (waiting) return;
-    waiting = true;
-    requestAnimationFrame(() => { waiting = false; draw(); });
+    draw();
   }
 
   function zoom(factor, share = 0.5) {

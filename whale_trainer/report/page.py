@@ -93,6 +93,8 @@ def _section(heading: str, *parts: str) -> Markup:
 
 def _devices(plan: Plan) -> str:
     kinds = [device.kind for device in plan.devices]
+    if len(set(kinds)) > 4:
+        return f"{len(kinds)} devices of {len(set(kinds))} kinds"
     return ", ".join(f"{kinds.count(kind)} x {kind}" for kind in dict.fromkeys(kinds))
 
 

@@ -45,15 +45,20 @@ class Rows:
 
 
 def drawn_ranks(timeline: Timeline) -> list[int]:
-    """The ranks with a row of their own; ranks whose spans are alike stand for each other in a large plan."""
-    spans = spans_by_rank(timeline)
-    alike = {rank: tuple((s.activity, s.start_s, s.stop_s) for s in own) for rank, own in spans.items()}
+    """The ranks with a row of their own; in a large plan ranks whose spans are alike stand for each other."""
+    alike = _alike(timeline)
     most = MOST_RANKS
     ranks = representatives(alike, most)
-    while most > 1 and sum(len(spans[rank]) for rank in ranks) > MOST_SPANS:
+    while most > 1 and sum(len(alike[rank]) for rank in ranks) > MOST_SPANS:
         most = min(most - 1, most * 7 // 8)
         ranks = representatives(alike, most)
     return ranks
+
+
+def _alike(timeline: Timeline) -> dict[int, tuple[object, ...]]:
+    """By rank with spans, what two ranks share that do the same."""
+    by_rank = spans_by_rank(timeline)
+    return {rank: tuple((s.activity, s.start_s, s.stop_s) for s in spans) for rank, spans in by_rank.items()}
 
 
 def step_rows(
@@ -101,7 +106,9 @@ def omitted(timeline: Timeline, plan: Plan, ranks: Sequence[int]) -> str:
     left_out = plan.num_ranks - len(ranks)
     lines = []
     if left_out:
-        others = "do alike" if len(ranks) > 1 else "are left out"
+        alike = _alike(timeline)
+        are_told = {alike[rank] for rank in ranks if rank in alike} == set(alike.values())
+        others = "do the same as one of these" if are_told else "are left out"
         lines.append(f"{len(ranks)} of {plan.num_ranks} ranks are drawn; the other {left_out} {others}.")
     by_rank = spans_by_rank(timeline)
     cut = [rank for rank in ranks if len(by_rank.get(rank, ())) > MOST_SPANS]

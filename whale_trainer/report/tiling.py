@@ -17,8 +17,10 @@ from whale_trainer.validation import counted
 LEAST_HEIGHT, MOST_HEIGHT = 240, 720
 BAND_HEIGHT, SHARD_HEIGHT = 44, 24
 """Pixels that a tile, and a shard of one, have as long as the drawing is not too high."""
-MOST_OUTLINED, MOST_LABELS = 150, 1500
-"""Tiles up to which outlines are thick, and up to which there are labels."""
+MOST_LABELS = 1500
+"""Tiles up to which there are labels."""
+USUAL_WIDTH = 1100
+"""Pixels of the drawing on a desktop, for what depends on the size of a tile."""
 LEAST_GAP = 2.2
 """Percent of a side between two of its numbers."""
 
@@ -52,8 +54,8 @@ def tiling(plan: Plan, seconds: Mapping[int, Mapping[str, float]]) -> Markup:
             numbers_x,
             numbers_y,
             tag("div", picture, labels, class_="plot"),
-            class_="tiling crowded" if len(drawn) > MOST_OUTLINED else "tiling",
-            style=f"--height:{pixels}px",
+            class_="tiling",
+            style=f"--height:{pixels}px;--outline:{number(_outline(plan, pixels), 2)}px",
         ),
         tag("p", f"{ends}; samples of a micro-batch downwards. An area is a tile's part of the work.", class_="hint"),
     )
@@ -209,3 +211,10 @@ def _wanted_height(plan: Plan) -> int:
         wanted = max(BAND_HEIGHT, SHARD_HEIGHT * len(tile.shards))
         ends += [(tile.layers.start, wanted), (tile.layers.stop, -wanted)]
     return max(accumulate(change for _, change in sorted(ends)))
+
+
+def _outline(plan: Plan, pixels: int) -> float:
+    """Pixels of a tile's outline: an eighth of the thinnest tile, 2 at most, none below 4 pixels."""
+    right, down = USUAL_WIDTH / plan.num_layers, pixels / plan.micro_batch_size
+    thinnest = min(min(len(t.layers) * right, len(t.samples) * down) for t in plan.tiles)
+    return min(2.0, thinnest / 8) if thinnest >= 4 else 0.0
