@@ -10,7 +10,7 @@ from torch import nn
 from whale_trainer.cluster import Cluster, load_cluster
 from whale_trainer.describe import describe
 from whale_trainer.planning.plan import Plan
-from whale_trainer.planning.planner import build_plan
+from whale_trainer.planning.planner import answer
 from whale_trainer.planning.strategy import StrategySpec, load_strategy
 
 
@@ -32,5 +32,5 @@ def make_plan(
     cluster = load_cluster(cluster) if isinstance(cluster, dict) else cluster
     strategy = load_strategy(strategy) if isinstance(strategy, dict) else strategy
     spec = describe(model, example)
-    plan = build_plan(spec, cluster, strategy, global_batch=global_batch, precision=precision)
-    return replace(plan, model=spec)
+    found = answer(spec, cluster, strategy, global_batch=global_batch, precision=precision)
+    return replace(found.plan, model=spec)

@@ -1,4 +1,7 @@
-"""The command: compose, check, describe, plan, then show the plan or launch it.
+"""The command: compose, check, describe, plan, then show the plan or launch it; or measure this machine.
+
+`mode=calibrate` writes `profile.yaml` and `cluster.yaml` into the run folder. `cluster.profile=PATH` (or a list of
+paths, from several machines) plans with the measured times, `cluster=PATH.yaml` with a cluster file of one's own.
 
 The only modules that know Hydra are this one and `hydra_errors`. A config is composed and checked before `hydra.main`
 is entered, so that every mistake is told in our form and ends with exit code 2; Hydra stays for sweeps, `--help`,
@@ -9,7 +12,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -21,7 +23,7 @@ import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 
 import whale_trainer.conf
 from whale_trainer.config import Config, load_config
@@ -29,6 +31,7 @@ from whale_trainer.errors import ConfigError, PlanError, Problem
 from whale_trainer.hydra_errors import HYDRA_ERRORS, as_config_error
 from whale_trainer.model_spec import ModelSpec
 from whale_trainer.overrides import is_flag, prepare
+from whale_trainer.planning.answer import Answer
 from whale_trainer.planning.plan import Plan
 
 CONF = Path(whale_trainer.conf.__path__[0]).resolve()
@@ -41,11 +44,14 @@ class Planned:
     """Everything that is known before a process starts."""
 
     config: Config
-    plan: Plan
+    answer: Answer
     spec: ModelSpec
-    devices: tuple[str, ...]
-    note: str
-    search_s: float
+    devices: tuple[str, ...] = ()
+    note: str = ""
+
+    @property
+    def plan(self) -> Plan:
+        return replace(self.answer.plan, model=self.spec)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -114,10 +120,12 @@ def plain_of(config: DictConfig, start_dir: str) -> dict[str, Any]:
     """Plain, resolved data; paths of the user's are taken from the folder where the command was given."""
     try:
         with open_dict(config):
-            for key in ("ckpt_path", "data.path"):
+            for key in ("ckpt_path", "data.path", "cluster.file", "cluster.profile"):
                 value = OmegaConf.select(config, key, throw_on_missing=False)
-                if isinstance(value, str) and not (key == "ckpt_path" and value == "last"):
-                    OmegaConf.update(config, key, str(Path(start_dir, Path(value).expanduser())))
+                if isinstance(value, ListConfig):
+                    OmegaConf.update(config, key, [_from(start_dir, item) for item in value])
+                elif isinstance(value, str) and not (key == "ckpt_path" and value == "last"):
+                    OmegaConf.update(config, key, _from(start_dir, value))
         plain = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except HYDRA_ERRORS as error:
         raise as_config_error(error) from error
@@ -126,11 +134,21 @@ def plain_of(config: DictConfig, start_dir: str) -> dict[str, Any]:
     return {str(key): value for key, value in plain.items()}
 
 
+def _from(start_dir: str, path: Any) -> Any:
+    """A path as seen from `start_dir`; anything else as it is, to be refused by the section it stands in."""
+    return str(Path(start_dir, Path(path).expanduser())) if isinstance(path, str) else path
+
+
 def run_job(config: DictConfig, folder: Path, start_dir: str, overrides: list[str]) -> int:
     """One job, in its run folder."""
+    from whale_trainer.report.page import write_page
+    from whale_trainer.report.trace_file import write_timeline
+
     try:
-        plain = plain_of(config, start_dir)
-        planned = make_plan_of(load_config(plain))
+        checked = load_config(plain_of(config, start_dir))
+        if checked.mode == "calibrate":
+            return calibrate_job(checked, folder, overrides)
+        planned = make_plan_of(checked)
     except (ConfigError, PlanError) as error:
         with suppress(OSError):
             folder.rmdir()  # a refused command leaves nothing, if there was nothing before
@@ -139,13 +157,38 @@ def run_job(config: DictConfig, folder: Path, start_dir: str, overrides: list[st
     (folder / "config.yaml").write_text(yaml.safe_dump(planned.config.resolved, sort_keys=False))
     (folder / "overrides.yaml").write_text(yaml.safe_dump(overrides))
     (folder / "plan.json").write_text(planned.plan.to_json(planned.spec))
+    write_page(folder, planned.answer, planned.spec)
+    write_timeline(folder, planned.answer.timeline, planned.plan)
     show(planned, folder)
     if planned.config.mode == "plan":
         from whale_trainer.report.summary import make_summary, write_summary
 
-        write_summary(folder, make_summary(planned.plan, search_s=planned.search_s))
+        write_summary(folder, make_summary(planned.plan, search_s=planned.answer.search_s, is_comparable=True))
         return 0
     return start(planned, folder)
+
+
+def calibrate_job(config: Config, folder: Path, overrides: list[str]) -> int:
+    """Measure this machine, print what was found and how to use it. Raises `ConfigError`, `PlanError`."""
+    from rich.console import Console
+
+    from whale_trainer.calibration import CLUSTER, PROFILE, calibrate, calibration_table
+    from whale_trainer.describe import describe
+
+    batch = example_batch(config)
+    spec = describe(_meta_model(config), batch)
+    folder.mkdir(parents=True, exist_ok=True)
+    found = calibrate(config, spec, batch, folder)
+    if found.profile is None:
+        return found.code
+    (folder / "config.yaml").write_text(yaml.safe_dump(config.resolved, sort_keys=False))
+    (folder / "overrides.yaml").write_text(yaml.safe_dump(overrides))
+    console = Console()
+    console.print(calibration_table(found.profile))
+    place = os.path.relpath(folder, os.getcwd())
+    how = f"plan with it: mode=plan cluster.profile={place}/{PROFILE}, and for this machine cluster={place}/{CLUSTER}"
+    console.print(how, highlight=False, soft_wrap=True)
+    return found.code
 
 
 def start(planned: Planned, folder: Path) -> int:
@@ -167,26 +210,31 @@ def make_plan_of(config: Config) -> Planned:
     from whale_trainer.cluster import load_cluster
     from whale_trainer.describe import describe
     from whale_trainer.devices import assign, found_cluster
-    from whale_trainer.planning.planner import build_plan
+    from whale_trainer.planning.planner import answer
+    from whale_trainer.planning.profile import check_profile
 
     cluster = load_cluster(found_cluster()) if config.cluster.is_auto else config.cluster
     spec = describe(_meta_model(config), example_batch(config))
-    begin = time.perf_counter()
-    plan = build_plan(
-        spec, cluster, config.strategy, global_batch=config.global_batch, precision=config.trainer.precision
+    if config.profile is not None:
+        check_profile(config.profile, spec, config.trainer.precision)
+    found = answer(
+        spec,
+        cluster,
+        config.strategy,
+        global_batch=config.global_batch,
+        precision=config.trainer.precision,
+        profile=config.profile,
     )
-    search_s = time.perf_counter() - begin
     if config.mode == "plan":
-        return Planned(config, plan, spec, (), "", search_s)
-    devices, note = assign(plan, config.trainer.accelerator)
-    return Planned(config, replace(plan, model=spec), spec, tuple(devices), note, search_s)
+        return Planned(config, found, spec)
+    devices, note = assign(found.plan, config.trainer.accelerator)
+    return Planned(config, found, spec, tuple(devices), note)
 
 
 def _meta_model(config: Config) -> Any:
-    import torch
+    from whale_trainer.describe import build_on_meta
 
-    with torch.device("meta"):
-        return config.model.build()
+    return build_on_meta(config.model.build)
 
 
 def example_batch(config: Config) -> Any:
@@ -209,13 +257,14 @@ def show(planned: Planned, folder: Path) -> None:
     """Print the plan, where the ranks run, and the run folder."""
     from rich.console import Console
 
-    from whale_trainer.report.table import plan_table
+    from whale_trainer.report.table import answer_table
 
     console = Console()
-    console.print(plan_table(planned.plan, planned.spec))
+    console.print(answer_table(planned.answer, planned.spec))
     if planned.note:
         console.print(planned.note, highlight=False)
-    console.print(f"run folder: {os.path.relpath(folder, os.getcwd())}", highlight=False, soft_wrap=True)
+    place = os.path.relpath(folder, os.getcwd())
+    console.print(f"run folder: {place} (report.html shows the plan and its step)", highlight=False, soft_wrap=True)
 
 
 def refuse(error: Exception) -> int:

@@ -24,6 +24,10 @@ class NoDraws(TorchDispatchMode):
         super().__init__()
         self._layer = layer
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # or the first kernel imports torch's compiler, which takes seconds
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # attention is tagged as well, but draws nothing itself: its dropout shows as a draw of its own
         if torch.Tag.nondeterministic_seeded in func.tags and "attention" not in func.__name__ and not _in_dropout():

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count, shape_wrapper
 
 from whale_trainer.describe.checks import NoDraws, check_output, check_samples_first
 from whale_trainer.describe.layers import first_inputs, layers_of, model_loss
+from whale_trainer.describe.meta import without_compiler
 from whale_trainer.describe.recurrent import is_plain_lstm, kernels_of_further_steps, lstm_at_once
 from whale_trainer.errors import ConfigError, Problem
 from whale_trainer.model_spec import ModuleSplit, SplitKind
@@ -54,6 +55,7 @@ class LayerCost:
     """Dropout modules by name inside the layer, with the last dim of what they get."""
 
 
+@without_compiler()
 def measure(model: nn.Module, batch: Any, splits: Sequence[ModuleSplit]) -> list[LayerCost]:
     """Costs of every layer for batches like `batch`, in training mode.
 
@@ -84,7 +86,7 @@ def measure(model: nn.Module, batch: Any, splits: Sequence[ModuleSplit]) -> list
 
 def _with_loss(last: LayerCost, model: nn.Module, out: Any, batch: Any, samples: int) -> LayerCost:
     """The last layer together with the model's loss; without it for a loss that needs real numbers, or none."""
-    kept, traffic = _Kept([]), _Traffic(frozenset())
+    kept, traffic = _Kept([]), _Traffic()
     try:
         with traffic, kept.hooks():
             model_loss(model, _with_gradient(out), batch)
@@ -157,11 +159,10 @@ def _run(name: str, layer: nn.Module, x: Any, samples: int, cut: dict[int, Modul
         for n, m in layer.named_modules()
         if type(m) is nn.Dropout
     ]
-    counter = FlopCounterMode(display=False, custom_mapping={_FUSED_ATTENTION: _attention_flops})
-    split_flops = _CutFlops(counter, layer, cut)
-    traffic = _Traffic(frozenset(counter.flop_registry))
+    traffic = _Traffic()
+    split_flops = _CutFlops(traffic, layer, cut)
     try:
-        with counter, traffic, NoDraws(name), _Watch(name, own, traffic), kept.hooks():
+        with traffic, NoDraws(name), _Watch(name, own, traffic), kept.hooks():
             out = layer(_with_gradient(x))
     except (ConfigError, NotImplementedError):
         raise
@@ -173,7 +174,7 @@ def _run(name: str, layer: nn.Module, x: Any, samples: int, cut: dict[int, Modul
     check_output(name, out)
     out_bytes = sum(t.numel() * t.element_size() for t in tree_leaves(out) if isinstance(t, Tensor))
     cost = LayerCost(
-        counter.get_total_flops() / samples,
+        traffic.flops / samples,
         split_flops.total / samples,
         -(-kept.total // samples),
         -(-out_bytes // samples),
@@ -213,17 +214,20 @@ class _Kept:
 
 
 class _Traffic(TorchDispatchMode):
-    """Counts kernels, and the bytes that those without FLOPs read and write; views are no kernels."""
+    """Counts kernels, their FLOPs by torch's own formulas, and the bytes that those without FLOPs read and write.
 
-    def __init__(self, with_flops: frozenset[Any]) -> None:
+    Views are no kernels. (`FlopCounterMode` would do for the FLOPs, but imports the compiler, which takes seconds.)
+    """
+
+    def __init__(self) -> None:
         super().__init__()
-        self._with_flops = with_flops
+        self.flops = 0.0
         self.moved_bytes = 0
         self.num_kernels = 0
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # or the first kernel imports the compiler, which takes seconds and has no part here
+        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -231,7 +235,10 @@ class _Traffic(TorchDispatchMode):
         if is_view or func._overloadpacket in _NO_KERNELS:
             return out
         self.num_kernels += 1
-        if func._overloadpacket not in self._with_flops:
+        formula = _FLOP_FORMULAS.get(func._overloadpacket)
+        if formula is not None:
+            self.flops += formula(*args, **(kwargs or {}), out_val=out)
+        else:
             # weights are read once, whatever the number of samples, and of a table only some rows
             leaves = tree_leaves((args, kwargs, out))
             tensors = [t for t in leaves if isinstance(t, Tensor) and not isinstance(t, nn.Parameter)]
@@ -242,7 +249,7 @@ class _Traffic(TorchDispatchMode):
 class _CutFlops:
     """Counts the FLOPs that pass inside the modules that a tensor group cuts."""
 
-    def __init__(self, counter: FlopCounterMode, layer: nn.Module, cut: dict[int, ModuleSplit]) -> None:
+    def __init__(self, counter: _Traffic, layer: nn.Module, cut: dict[int, ModuleSplit]) -> None:
         self.total = 0.0
         self._counter = counter
         self._begun: dict[int, float] = {}
@@ -254,10 +261,10 @@ class _CutFlops:
                 self.hooks.append(module.register_forward_hook(self._end))
 
     def _begin(self, module: nn.Module, _args: Any) -> None:
-        self._begun[id(module)] = self._counter.get_total_flops()
+        self._begun[id(module)] = self._counter.flops
 
     def _end(self, module: nn.Module, _args: Any, _out: Any) -> None:
-        self.total += self._counter.get_total_flops() - self._begun.pop(id(module))
+        self.total += self._counter.flops - self._begun.pop(id(module))
 
 
 class _Watch(TorchFunctionMode):
@@ -302,6 +309,10 @@ def _fused_attention(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> Ten
     return out
 
 
+@shape_wrapper
 def _attention_flops(q_shape: Any, k_shape: Any, v_shape: Any, *_: Any, **_options: Any) -> int:
     flops: int = sdpa_flop_count(q_shape, k_shape, v_shape)
     return flops
+
+
+_FLOP_FORMULAS = {**flop_registry, _FUSED_ATTENTION: _attention_flops}

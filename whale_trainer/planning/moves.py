@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from math import ceil, sqrt
 
@@ -11,35 +11,49 @@ from whale_trainer.planning.plan import Tile
 from whale_trainer.planning.shares import Interval
 
 Tiles = tuple[Tile, ...]
+MOST_ACTIONS = 4096
+"""Over all simulations of one walk."""
+LEAST_MOVES = 6
+LEAST_GAIN = 0.002
+"""Less is not worth unequal parts for equal devices."""
 
 
-def improve(weigher: Weigher, candidate: Candidate, budget: int) -> Candidate:
-    """The best that a walk of improving moves finds within `budget` simulations."""
-    stop = weigher.num_simulated + budget
+def improve(weigher: Weigher, candidate: Candidate, budget: int, *, keep_rows: bool = False) -> Candidate:
+    """The best that a walk of improving moves finds within `budget` simulations; fewer of plans with many actions.
+
+    `keep_rows`: replicas stay replicas, with the same samples in all their stages.
+    """
+    actions = 2 * len(candidate.tiles) * candidate.micro_batches
+    stop = weigher.num_simulated + min(budget, max(LEAST_MOVES, MOST_ACTIONS // actions))
     best = candidate
     improved = True
     while improved and weigher.num_simulated < stop:
         improved = False
-        for tiles in neighbours(best.tiles, weigher):
+        for tiles in neighbours(best.tiles, weigher, keep_rows=keep_rows):
             if weigher.num_simulated >= stop:
                 break
             found = weigher.weigh(tiles, best.micro_batches, best.schedule)
-            if found is not None and found.step_s < best.step_s * (1 - 1e-9):
+            if found is not None and found.step_s < best.step_s * (1 - LEAST_GAIN):
                 best, improved = found, True
                 break
     return best
 
 
-def neighbours(tiles: Tiles, weigher: Weigher) -> Iterator[Tiles]:
+def neighbours(tiles: Tiles, weigher: Weigher, *, keep_rows: bool) -> Iterator[Tiles]:
     """Tilings one move away, cuts before exchanges."""
-    yield from _moved_cuts(tiles, along_layers=True)
-    yield from _moved_cuts(tiles, along_layers=False)
+    yield from _moved_cuts(tiles, _cuts(tiles, along_layers=True), along_layers=True)
+    across = _cuts(tiles, along_layers=False)
+    yield from _moved_cuts(tiles, _joined(tiles, across) if keep_rows else across, along_layers=False)
     yield from _exchanged(tiles, weigher)
 
 
-def _moved_cuts(tiles: Tiles, *, along_layers: bool) -> Iterator[Tiles]:
+Cut = tuple[frozenset[int], frozenset[int]]
+"""The tiles that end at a straight cut, and those that begin at it."""
+
+
+def _moved_cuts(tiles: Tiles, cuts: Iterable[Cut], *, along_layers: bool) -> Iterator[Tiles]:
     """Every straight cut, moved by one, and by a few where there is room."""
-    for before, after in _cuts(tiles, along_layers):
+    for before, after in cuts:
         room_back = min(len(_side(tiles[i], along_layers)) for i in before) - 1
         room_on = min(len(_side(tiles[i], along_layers)) for i in after) - 1
         for distance in (1, ceil(sqrt(max(room_back, room_on)) / 2) + 1):
@@ -52,8 +66,18 @@ def _side(tile: Tile, along_layers: bool) -> Interval:
     return tile.layers if along_layers else tile.samples
 
 
-def _cuts(tiles: Tiles, along_layers: bool) -> Iterator[tuple[frozenset[int], frozenset[int]]]:
-    """For each straight cut the tiles that end at it and those that begin at it."""
+def _joined(tiles: Tiles, cuts: Iterable[Cut]) -> Iterator[Cut]:
+    """Cuts at the same sample as one."""
+    joined: dict[int, Cut] = {}
+    for before, after in cuts:
+        at = tiles[min(before)].samples.stop
+        others = joined.get(at, (frozenset(), frozenset()))
+        joined[at] = (others[0] | before, others[1] | after)
+    yield from joined.values()
+
+
+def _cuts(tiles: Tiles, along_layers: bool) -> Iterator[Cut]:
+    """All straight cuts, as long as they are."""
     ending: dict[int, list[int]] = {}
     beginning: dict[int, list[int]] = {}
     for index, tile in enumerate(tiles):

@@ -126,7 +126,7 @@ def _decide(job: Job) -> _Decision:
         best = found[0]
         if job.strategy.balance == "hardware" and len(sections_of(job.strategy, job.model)) == 1:
             moves = Limits.of(len(job.cluster.devices), job.model.num_layers).moves
-            best = replace(best, candidate=improve(job.weigher, best.candidate, moves))
+            best = replace(best, candidate=improve(job.weigher, best.candidate, moves, keep_rows=True))
         return _Decision(best, tuple(f.candidate for f in found[1:]))
     check_dtype(job.costs.precision, job.cluster.devices)
     if job.strategy.balance != "hardware":

@@ -11,6 +11,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 from whale_trainer.errors import PlanError
 from whale_trainer.planning.actions import Action, Compute, Instruction, Message, Op, Receive, Send
@@ -248,40 +249,57 @@ def _list_schedule(work: _Work, sequences: Sequence[Sequence[Action]]) -> list[A
     tile for one tick. Actions outside `sequences` count as done.
     """
     depth = work.warm_up
-    needs = _needs(work.bridges, sequences)
-    place = [0] * len(sequences)
-    running = {t for t, s in enumerate(sequences) if s}
-    done: set[Action] = set()
-    order: list[Action] = []
+    # actions by number: the tiles' sequences one after the other
+    first = list(accumulate((len(s) for s in sequences), initial=0))
+    actions = [action for sequence in sequences for action in sequence]
+    missing, consumers = _dependencies(work.bridges, sequences, first)
+    urgency = [(a.op is Op.FORWARD, a.micro_batch, depth[a.tile], a.tile) for a in actions]
+    place = first[:-1]
+    running = [t for t, s in enumerate(sequences) if s]
+    order: list[int] = []
     while running:
-        ready = [a for a in (sequences[t][place[t]] for t in running) if needs[a] <= done]
-        ready.sort(key=lambda a: (a.op is Op.FORWARD, a.micro_batch, depth[a.tile], a.tile))
+        ready = [place[t] for t in running if not missing[place[t]]]
+        ready.sort(key=urgency.__getitem__)
         busy: set[int] = set()
         started = len(order)
-        for action in ready:
-            ranks = work.ranks[action.tile]
+        for number in ready:
+            tile = actions[number].tile
+            ranks = work.ranks[tile]
             if busy.isdisjoint(ranks):
                 busy.update(ranks)
-                order.append(action)
-                place[action.tile] += 1
-                if place[action.tile] == len(sequences[action.tile]):
-                    running.remove(action.tile)
+                order.append(number)
+                place[tile] += 1
+                if place[tile] == first[tile + 1]:
+                    running.remove(tile)
         assert len(order) > started, "the tiles' sequences contradict each other"
-        done.update(order[started:])
-    return order
+        for number in order[started:]:
+            for consumer in consumers[number]:
+                missing[consumer] -= 1
+    return [actions[number] for number in order]
 
 
-def _needs(bridges: Sequence[Bridge], sequences: Sequence[Sequence[Action]]) -> dict[Action, set[Action]]:
-    """For each action of `sequences` those among them that it takes its inputs from."""
-    needs: dict[Action, set[Action]] = {a: set() for s in sequences for a in s}
+def _dependencies(
+    bridges: Sequence[Bridge], sequences: Sequence[Sequence[Action]], first: Sequence[int]
+) -> tuple[list[int], list[list[int]]]:
+    """For each action how many others it takes its inputs from, and which take theirs from it."""
+    places: list[dict[Op, dict[int, int]]] = []
+    for tile, sequence in enumerate(sequences):
+        found: dict[Op, dict[int, int]] = {Op.FORWARD: {}, Op.BACKWARD: {}}
+        for i, action in enumerate(sequence, first[tile]):
+            found[action.op][action.micro_batch] = i
+        places.append(found)
+    missing = [0] * first[-1]
+    consumers: list[list[int]] = [[] for _ in range(first[-1])]
     for bridge in bridges:
         ways = ((Op.FORWARD, bridge.before, bridge.after), (Op.BACKWARD, bridge.after, bridge.before))
         for op, source, target in ways:
-            for action in sequences[source]:
-                consumer = Action(target, op, action.micro_batch)
-                if action.op is op and consumer in needs:
-                    needs[consumer].add(action)
-    return needs
+            wanted = places[target][op]
+            for micro_batch, producer in places[source][op].items():
+                consumer = wanted.get(micro_batch)
+                if consumer is not None:
+                    missing[consumer] += 1
+                    consumers[producer].append(consumer)
+    return missing, consumers
 
 
 def max_in_flight(schedule: Schedule, tile: int) -> int:

@@ -9,7 +9,7 @@ answer does not depend on the machine.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 from math import inf
 
@@ -27,6 +27,8 @@ STAGES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 """Numbers of stages that are tried with many devices; with up to 16, all are."""
 MOST_MICRO_BATCHES = 128
 MOST_SMALL_SIMULATIONS = 400
+WORTH_IMPROVING = 1.15
+"""Moving cuts rarely gains more than this."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,17 @@ class SearchSpace:
     speed: Callable[[Device], float]
     most_shards: int
     can_be_cut: bool
+    _paces: dict[tuple[str, int], tuple[float, float]] = field(default_factory=dict)
+
+    def pace(self, device: Device, degree: int) -> tuple[float, float]:
+        """(fixed, per sample) seconds of all layers on a group of `degree` such devices."""
+        key = (device.kind.name, degree)
+        if key not in self._paces:
+            few, many = 1.0, 9.0
+            a, b = (float(self.weigher.times.group((device,) * degree, (1,) * degree, n).both[-1]) for n in (few, many))
+            slope = (b - a) / (many - few)
+            self._paces[key] = (max(0.0, a - slope * few), slope)
+        return self._paces[key]
 
     @property
     def layers(self) -> Interval:
@@ -105,7 +118,8 @@ def search(space: SearchSpace) -> list[Candidate]:
                 found[candidate] = None
     best = sorted(found, key=lambda c: c.rank_key)
     for start in best[: limits.starts]:
-        found[improve(weigher, start, limits.moves)] = None
+        if start.step_s < best[0].step_s * WORTH_IMPROVING:
+            found[improve(weigher, start, limits.moves)] = None
     if len(space.devices) <= MOST_DEVICES and space.can_be_cut:
         for candidate in _search_few(space, found):
             found[candidate] = None
@@ -205,7 +219,7 @@ def _counts(
         return [fixed] if fixed <= space.weigher.global_batch else []
     counts = [m for m in (1, 2, 4, 8, 16, 32, 64, 128) if m <= most]
     # one stage has no bubble: more micro-batches only save memory
-    return counts if num_stages == 1 else [m for m in counts if num_stages <= 2 * m <= 32 * num_stages] or counts[-1:]
+    return counts if num_stages == 1 else [m for m in counts if num_stages <= 2 * m <= 16 * num_stages] or counts[-1:]
 
 
 def _estimate_s(space: SearchSpace, shape: Shape) -> float:
@@ -222,9 +236,9 @@ def _estimate_s(space: SearchSpace, shape: Shape) -> float:
         example = next(d for d in devices if d.kind.name == kind)
         count = sum(d.kind.name == kind for d in devices) // degree
         num_stages = stages.get(kind, stages.get("*", 1))
-        samples = max(1, height * num_stages // max(1, sum(1 for _ in devices) // degree))
-        seconds = float(weigher.times.group((example,) * degree, (1,) * degree, samples).both[-1]) / samples
-        rate += count / seconds
+        samples = max(1.0, height * num_stages / max(1, len(devices) // degree))
+        fixed_s, per_sample_s = space.pace(example, degree)
+        rate += count / (per_sample_s + fixed_s / samples)
         memory += count * degree * example.kind.memory_bytes
     shard = costs.tile((1,) * max(degrees.values())).shards[0]
     copies = max(1, len(devices) // (max(degrees.values()) * shape.num_stages))
@@ -246,6 +260,9 @@ def _lay_out(space: SearchSpace, shape: Shape) -> Layout | None:
         num_stages = shape.num_stages
         if len(groups) < num_stages:
             return None
+        # what makes no whole replica is left out, the slowest first
+        ordered = sorted(groups, key=lambda g: (-sum(space.speed(d) for d in g.devices), g.first))
+        groups = sorted(ordered[: len(groups) // num_stages * num_stages], key=lambda g: g.first)
         return best_layout(setting, space.layers, groups, num_stages, stages_after=0, least_share=0)
     return separate_layout(setting, space.layers, groups, dict(shape.stages))
 

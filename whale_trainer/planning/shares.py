@@ -53,10 +53,12 @@ def apportion(units: int, speeds: Sequence[float], *, minimum: int = 0) -> list[
     """
     if units < minimum * len(speeds):
         raise PlanError(f"{units} units cannot be shared by {len(speeds)} holders with at least {minimum} each")
-    shares = [minimum] * len(speeds)
-    queue = [((minimum + 1) / speed, index) for index, speed in enumerate(speeds) if speed > 0]
+    # nobody ends with less than the whole part of this (the rule keeps the lower quota); 1 less for rounding
+    total, rest = sum(speeds), units - minimum * len(speeds)
+    shares = [max(minimum, int(rest * speed / total) - 1) if total > 0 else minimum for speed in speeds]
+    queue = [((shares[index] + 1) / speed, index) for index, speed in enumerate(speeds) if speed > 0]
     heapq.heapify(queue)
-    for _ in range(units - minimum * len(speeds)):
+    for _ in range(units - sum(shares)):
         _, index = queue[0]
         shares[index] += 1
         heapq.heapreplace(queue, ((shares[index] + 1) / speeds[index], index))

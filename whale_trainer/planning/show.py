@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from whale_trainer.model_spec import ModelSpec
+from whale_trainer.planning.answer import Answer
 from whale_trainer.planning.load import rank_flops
 from whale_trainer.planning.memory import size
 from whale_trainer.planning.picture import drawing
@@ -113,6 +114,42 @@ def title(plan: Plan) -> str:
         f"plan {plan.fingerprint[:8]}: {ranks}, {tiles}; global batch {plan.global_batch} in {batches} "
         f"of {plan.micro_batch_size}; schedule {plan.schedule}"
     )
+
+
+def figures(answer: Answer) -> tuple[str, ...]:
+    """The predicted step, how it compares, and the best other plans; one line each."""
+    plan, timeline = answer.plan, answer.timeline
+    step_s = timeline.step_s
+    lines = [
+        f"predicted: {seconds(step_s)} a step, {plan.global_batch / step_s:.4g} samples/s, "
+        f"{timeline.bubble_fraction:.0%} of the ranks' time without compute"
+    ]
+    if timeline.bound_by:
+        lines.append(f"bound by: {timeline.bound_by}")
+    predicted = plan.predicted
+    compared = [
+        f"{_gain(predicted.even_step_s, step_s)} over an even split",
+        f"{_gain(predicted.whale_step_s, step_s)} over Whale's algorithm",
+    ]
+    if predicted.ideal_step_s:
+        compared.append(f"{predicted.ideal_step_s / step_s:.0%} of the sum of the devices' speeds")
+    lines.append(f"gain: {', '.join(compared)}")
+    for number, other in enumerate(answer.alternatives, 1):
+        loss = f"{other.step_s / step_s - 1:+.1%}"
+        lines.append(f"alternative {number}: {other.description}: {seconds(other.step_s)} a step ({loss})")
+    return tuple(lines)
+
+
+def _gain(other_s: float | None, step_s: float) -> str:
+    return "(does not fit)" if other_s is None else f"{other_s / step_s:.2f}x"
+
+
+def seconds(value: float) -> str:
+    """`1.23 s`, `45.6 ms`, `7.89 us`."""
+    for unit, size_ in (("s", 1.0), ("ms", 1e-3)):
+        if value >= size_:
+            return f"{value / size_:.3g} {unit}"
+    return f"{value * 1e6:.3g} us"
 
 
 def plan_text(plan: Plan, model: ModelSpec) -> str:

@@ -97,7 +97,7 @@ class Played:
     """By tile of the part, its last action."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Program:
     """The order of one part, compiled: what each action takes its time from, what it waits for, what it starts."""
 
@@ -121,7 +121,7 @@ def compiled(
 ) -> Program:
     """The program of a part; `ranks` and `counts` by tile. Structure only, so that many plans share it."""
     actions = tuple(order_of(ranks, bridges, counts, schedule))
-    place = {action: i for i, action in enumerate(actions)}
+    place = {(action.tile, action.op is Op.FORWARD, action.micro_batch): i for i, action in enumerate(actions)}
     holders: dict[int, tuple[int, ...]] = {}
     for tile, members in enumerate(ranks):
         for rank in members:
@@ -136,9 +136,10 @@ def compiled(
             (Op.BACKWARD, bridge.after, bridge.before),
         ):
             number = crossings.setdefault((index, op), len(crossings))
+            is_forward = op is Op.FORWARD
             for micro_batch in range(min(counts[source], counts[target])):
-                producer = place[Action(source, op, micro_batch)]
-                outputs[producer].append((number, place[Action(target, op, micro_batch)]))
+                producer = place[source, is_forward, micro_batch]
+                outputs[producer].append((number, place[target, is_forward, micro_batch]))
     return Program(actions, lanes, len(numbers), tuple(map(tuple, outputs)), tuple(crossings))
 
 

@@ -68,6 +68,11 @@ class TimeModel:
         self.profile = profile
         self._layers: dict[tuple[str, float, tuple[int, ...], int], StageTimes] = {}
         self._stages: dict[tuple[object, ...], StageTimes] = {}
+        self._parts_of: dict[tuple[tuple[int, ...], int], Seconds] = {}
+        distinct = {tuple(shares.items()): shares for shares in costs.shares}
+        self._distinct_shares = list(distinct.values())
+        numbers = {key: i for i, key in enumerate(distinct)}
+        self._share_of = [numbers[tuple(shares.items())] for shares in costs.shares]
         self._elements: dict[tuple[tuple[int, ...], int], Seconds] = {}
         model = costs.model
         factor = TRAFFIC_FACTORS[costs.precision.dtype]
@@ -100,7 +105,12 @@ class TimeModel:
         return self._layers[key]
 
     def _parts(self, weights: tuple[int, ...], shard: int) -> Seconds:
-        return np.array([layer_part(shares, weights, shard) for shares in self.costs.shares])
+        key = (weights, shard)
+        if key not in self._parts_of:
+            # layers of one structure share their parts
+            known = [layer_part(shares, weights, shard) for shares in self._distinct_shares]
+            self._parts_of[key] = np.array(known)[self._share_of]
+        return self._parts_of[key]
 
     def _roofline(self, kind: DeviceKind, samples: float, weights: tuple[int, ...], shard: int) -> StageTimes:
         parts = self._parts(weights, shard)

@@ -9,9 +9,10 @@ from rich.table import Table
 from rich.text import Text
 
 from whale_trainer.model_spec import ModelSpec
+from whale_trainer.planning.answer import Answer
 from whale_trainer.planning.picture import drawing
 from whale_trainer.planning.plan import Plan
-from whale_trainer.planning.show import HEADINGS, MOST_RANKS, device_rows, title
+from whale_trainer.planning.show import HEADINGS, MOST_RANKS, device_rows, figures, title
 
 COLOURS = ("cyan", "yellow", "magenta", "green", "blue", "red")
 """By device kind, in order of first appearance."""
@@ -21,6 +22,13 @@ def kind_styles(plan: Plan) -> dict[str, Style]:
     """One colour for each device kind of the plan."""
     kinds = dict.fromkeys(device.kind for device in plan.devices)
     return {kind: Style(color=COLOURS[i % len(COLOURS)]) for i, kind in enumerate(kinds)}
+
+
+def answer_table(answer: Answer, model: ModelSpec) -> Group:
+    """What a user reads before a run: the plan, what its step is expected to take, and what else was weighed."""
+    parts: list[Group | Text] = [plan_table(answer.plan, model)]
+    parts += [Text(line) for line in figures(answer)]
+    return Group(*parts)
 
 
 def plan_table(plan: Plan, model: ModelSpec) -> Group:
