@@ -9,8 +9,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-PATH_KEYS = ("ckpt_path", "data.path", "hydra.run.dir", "hydra.sweep.dir")
+PATH_KEYS = ("ckpt_path", "data.path", "cluster.profile", "cluster.file", "hydra.run.dir", "hydra.sweep.dir")
 """Keys whose values are paths, which may hold `=`, spaces and commas."""
+CLUSTER_FILES = (".yaml", ".yml")
+"""How the path of a cluster file ends; it may stand where the name of a shipped cluster does."""
 
 _OVERRIDE = re.compile(r"(?P<key>[A-Za-z_][\w./@]*)=(?P<value>.*)", re.DOTALL)
 
@@ -22,18 +24,28 @@ def is_flag(argument: str) -> bool:
 
 def prepare(arguments: Iterable[str], groups: Sequence[str]) -> list[str]:
     """The arguments as Hydra shall see them; `groups` are the names of the config groups."""
-    return [argument if is_flag(argument) else _prepare(argument, groups) for argument in arguments]
+    prepared: list[str] = []
+    for argument in arguments:
+        prepared += [argument] if is_flag(argument) else _prepare(argument, groups)
+    return prepared
 
 
-def _prepare(argument: str, groups: Sequence[str]) -> str:
+def _prepare(argument: str, groups: Sequence[str]) -> list[str]:
     match = _OVERRIDE.fullmatch(argument)
     if match is None:
-        return argument
+        return [argument]
     key, value = match["key"], match["value"]
-    if key in PATH_KEYS:
+    if key == "cluster" and value.endswith(CLUSTER_FILES):
+        return ["cluster=auto", f"++cluster.file={quoted(value)}"]
+    if key in PATH_KEYS and not _is_list(key, value):
         value = quoted(value)
     is_ours = key not in groups and not key.startswith("hydra") and "@" not in key and "/" not in key
-    return f"++{key}={value}" if is_ours else f"{key}={value}"
+    return [f"++{key}={value}" if is_ours else f"{key}={value}"]
+
+
+def _is_list(key: str, value: str) -> bool:
+    """Whether the value is a list of paths, where a list may stand."""
+    return key == "cluster.profile" and value.startswith("[") and value.endswith("]")
 
 
 def quoted(value: str) -> str:

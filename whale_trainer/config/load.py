@@ -14,6 +14,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from whale_trainer.cluster import Cluster, load_cluster
 from whale_trainer.config.argument_types import LEFT_OPEN
+from whale_trainer.config.files import profile_of, with_file
 from whale_trainer.config.rules import (
     callback_problems,
     checked,
@@ -26,12 +27,14 @@ from whale_trainer.config.sections import (
     REPLACED,
     CheckpointConfig,
     LoggerConfig,
+    PaperConfig,
     Section,
     Top,
     TrainerConfig,
 )
 from whale_trainer.config.target import Target, read_target
 from whale_trainer.errors import ConfigError, Problem
+from whale_trainer.planning.profile import Profile
 from whale_trainer.planning.strategy import StrategySpec, load_strategy
 from whale_trainer.validation import did_you_mean, problems_of, yaml_path
 
@@ -83,6 +86,9 @@ class Config(Top):
     logger: LoggerConfig
     callbacks: dict[str, Target]
     checkpoint: CheckpointConfig
+    paper: PaperConfig | None = None
+    profile: Profile | None = None
+    """What was measured of the cluster's kinds: the files of `cluster.profile`, merged."""
     resolved: dict[str, Any]
 
     def make_optimizer(self, named_parameters: Iterable[tuple[str, Any]]) -> Any:
@@ -98,7 +104,7 @@ class Config(Top):
 _T = TypeVar("_T")
 _S = TypeVar("_S", bound=BaseModel)
 _TARGETS_OF_DATA = ("train", "validation", "test", "collate")
-_SECTIONS = tuple(name for name in Config.model_fields if name not in Top.model_fields and name != "resolved")
+_SECTIONS = tuple(name for name in Config.model_fields if name not in (*Top.model_fields, "profile", "resolved"))
 
 
 def load_config(plain: object) -> Config:
@@ -151,9 +157,10 @@ class _Reader:
         top = self._section({k: v for k, v in plain.items() if k in Top.model_fields}, "", Top)
         mode = top.mode if top is not None else str(plain.get("mode"))
         trainer = self._trainer(plain.get("trainer"))
+        cluster, profile = self._cluster()
         parts: dict[str, Any] = {
             "strategy": self._loaded(load_strategy, "strategy"),
-            "cluster": self._loaded(load_cluster, "cluster"),
+            "cluster": cluster,
             "model": self._target("model", model_problems),
             "data": self._data(plain.get("data"), mode),
             "optimizer": self._target("optimizer", optimizer_problems, given=1),
@@ -162,13 +169,15 @@ class _Reader:
             "logger": self._section(plain.get("logger"), "logger", LoggerConfig),
             "callbacks": self._callbacks(plain.get("callbacks"), mode),
             "checkpoint": self._section(plain.get("checkpoint"), "checkpoint", CheckpointConfig),
+            "paper": None if plain.get("paper") is None else self._section(plain["paper"], "paper", PaperConfig),
+            "profile": profile,
         }
         if not self.problems and mode != "plan":
             assert trainer is not None
             self.problems += trial_problems(parts["optimizer"], parts["scheduler"], trainer.max_steps)
         if self.problems or top is None:
             return None
-        return Config.model_construct(**dict(top), **parts, resolved=copy.deepcopy(dict(plain)))
+        return Config.model_construct(**dict(top), **parts, resolved=copy.deepcopy(dict(self.plain)))
 
     def _loaded(self, load: Callable[[object], _T], name: str) -> _T | None:
         if name not in self.plain:
@@ -179,6 +188,29 @@ class _Reader:
         except ConfigError as error:
             self.problems += error.problems
             return None
+
+    def _cluster(self) -> tuple[Cluster | None, Profile | None]:
+        """The cluster and its profile; what a file of the user's holds stands in the resolved config."""
+        section = self.plain.get("cluster")
+        if not isinstance(section, Mapping):
+            return self._loaded(load_cluster, "cluster"), None
+        try:
+            section = with_file(section)
+        except ConfigError as error:
+            self.problems += error.problems
+            return None, None
+        self.plain = {**self.plain, "cluster": section}
+        profile: Profile | None = None
+        try:
+            profile = profile_of(section)
+        except ConfigError as error:
+            self.problems += error.problems
+        bare = {key: value for key, value in section.items() if key not in ("file", "profile")}
+        try:
+            return load_cluster(bare), profile
+        except ConfigError as error:
+            self.problems += error.problems
+            return None, profile
 
     def _section(self, data: object, path: str, model: type[_S]) -> _S | None:
         if data is None:
@@ -263,8 +295,9 @@ class _Reader:
                 continue  # callbacks.NAME=null takes one away
             target, problems = read_target(value, f"callbacks.{name}")
             found[str(name)] = target
-            # planning starts no training and loads no Lightning, which callbacks come with
-            self.problems += problems or ([] if mode == "plan" else checked(target, callback_problems))
+            # planning and measuring start no training and load no Lightning, which callbacks come with
+            is_training = mode not in ("plan", "calibrate")
+            self.problems += problems or (checked(target, callback_problems) if is_training else [])
         return found
 
 

@@ -12,8 +12,8 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from whale_trainer.planning.precision import PRECISIONS
 from whale_trainer.validation import did_you_mean, refusal
 
-MODES = ("fit", "validate", "test", "predict", "plan")
-_LATER = ("calibrate", "export")
+MODES = ("fit", "validate", "test", "predict", "plan", "calibrate")
+_LATER = ("export",)
 MAX_SEED = 2**32 - 1
 
 
@@ -40,7 +40,7 @@ def _no_emulation(value: object) -> object:
 class Top(Section):
     """What stands outside every section."""
 
-    mode: Annotated[Literal["fit", "validate", "test", "predict", "plan"], BeforeValidator(_mode)] = "fit"
+    mode: Annotated[Literal["fit", "validate", "test", "predict", "plan", "calibrate"], BeforeValidator(_mode)] = "fit"
     seed: int = Field(default=0, ge=0, le=MAX_SEED, description=f"an integer from 0 to {MAX_SEED}")
     global_batch: int = Field(
         default=32, ge=1, le=2**31, description="samples of one optimizer step over all ranks, an integer from 1"
@@ -175,3 +175,10 @@ class CheckpointConfig(Section):
                 "save_top_k to 1 (the newest) or -1 (all)"
             )
         return self
+
+
+class PaperConfig(Section):
+    """What Whale's paper measured of an experiment, to be printed beside our prediction."""
+
+    figure: int = Field(ge=1, description="the number of the paper's figure, an integer from 1")
+    gain_over_even: float = Field(gt=0, description="the speed-up over equal shares in that figure, a number above 0")

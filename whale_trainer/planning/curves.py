@@ -52,7 +52,7 @@ class Surface:
     """(forward, backward) times over samples and part of the cut work."""
 
     curves: tuple[tuple[float, Curve, Curve], ...]
-    """(part, forward, backward) over samples, parts ascending."""
+    """(part, forward, backward) over samples, parts ascending, 1 (uncut) the last."""
     cut_share: float
     """Part of the FLOPs that is cut; decides only where a single part was measured."""
 
@@ -63,8 +63,15 @@ class Surface:
         return self._at_part(forward, part), self._at_part(backward, part)
 
     def _at_part(self, points: Sequence[tuple[float, float]], part: float) -> float:
-        if len(points) > 1:
-            return Curve.through(points).at(part)
+        """The uncut layer stands for itself: a cut one has more to do than its part, and may even take longer."""
+        uncut = [time for measured, time in points if measured >= 1]
+        cut = [point for point in points if point[0] < 1]
+        if uncut and part >= 1:
+            return uncut[0]
+        if len(cut) == 1 and uncut:
+            return Curve.through([*cut, (1.0, max(uncut[0], cut[0][1]))]).at(part)
+        if len(cut) > 1:
+            return Curve.through(cut).at(part)
         measured, time = points[0]
         return time * (1 - self.cut_share * (1 - part)) / (1 - self.cut_share * (1 - measured))
 
