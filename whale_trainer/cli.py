@@ -185,6 +185,8 @@ def calibrate_job(config: Config, folder: Path, overrides: list[str]) -> int:
     (folder / "overrides.yaml").write_text(yaml.safe_dump(overrides))
     console = Console()
     console.print(calibration_table(found.profile))
+    if found.note:
+        console.print(found.note, highlight=False)
     place = os.path.relpath(folder, os.getcwd())
     how = f"plan with it: mode=plan cluster.profile={place}/{PROFILE}, and for this machine cluster={place}/{CLUSTER}"
     console.print(how, highlight=False, soft_wrap=True)
@@ -211,12 +213,13 @@ def make_plan_of(config: Config) -> Planned:
     from whale_trainer.describe import describe
     from whale_trainer.devices import assign, found_cluster
     from whale_trainer.planning.planner import answer
-    from whale_trainer.planning.profile import check_profile
+    from whale_trainer.planning.profile import check_profile, with_measured_memory
 
     cluster = load_cluster(found_cluster()) if config.cluster.is_auto else config.cluster
     spec = describe(_meta_model(config), example_batch(config))
     if config.profile is not None:
         check_profile(config.profile, spec, config.trainer.precision)
+        cluster = with_measured_memory(cluster, config.profile)
     found = answer(
         spec,
         cluster,
@@ -225,6 +228,9 @@ def make_plan_of(config: Config) -> Planned:
         precision=config.trainer.precision,
         profile=config.profile,
     )
+    if config.profile is not None:
+        notes = (*found.plan.notes, *config.profile.notes_for(cluster, spec))
+        found = replace(found, plan=replace(found.plan, notes=notes))
     if config.mode == "plan":
         return Planned(config, found, spec)
     devices, note = assign(found.plan, config.trainer.accelerator)

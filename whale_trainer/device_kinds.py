@@ -33,6 +33,8 @@ class DeviceKind(BaseModel):
     """CUDA compute capability such as "7.0"; None for a CPU."""
     dtypes: tuple[DType, ...]
     source: str
+    free_bytes: int | None = None
+    """What was measured to be free for a rank; None where nothing was."""
 
     @property
     def is_gpu(self) -> bool:
@@ -43,7 +45,7 @@ class DeviceKind(BaseModel):
         return self.sustained_flops.get(dtype, self.sustained_flops["fp32"])
 
     def __hash__(self) -> int:
-        return hash((self.name, self.memory_bytes))
+        return hash((self.name, self.memory_bytes, self.free_bytes))
 
 
 class Link(BaseModel):

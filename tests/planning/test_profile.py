@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from specs import gpt_spec, plain_spec
 
+from whale_trainer.cluster import load_cluster
 from whale_trainer.errors import ConfigError
 from whale_trainer.planning.curves import Curve
 from whale_trainer.planning.profile import (
@@ -22,6 +23,7 @@ from whale_trainer.planning.profile import (
     identity_of,
     load_profile,
     merge_profiles,
+    with_measured_memory,
 )
 
 SPEC = gpt_spec(num_blocks=2)
@@ -31,7 +33,9 @@ def row(samples: int, forward_s: float, part: float = 1.0) -> dict[str, Any]:
     return {"samples": samples, "part": part, "forward_s": forward_s, "backward_s": 2 * forward_s}
 
 
-def kind(*, measured_at: str = "2026-01-31T09:30:00Z", memory_bytes: int = 1 << 30, **changes: Any) -> dict[str, Any]:
+def kind(
+    *, measured_at: str = "2026-01-31T09:30:00Z", memory_bytes: int | None = 1 << 30, **changes: Any
+) -> dict[str, Any]:
     """A block takes 1 ms and 2 ms a sample; half of it 1 ms and 1.1 ms a sample."""
     return {
         "device": "a processor",
@@ -90,15 +94,50 @@ def test_a_layer_measured_uncut_only_keeps_its_uncut_part() -> None:
     assert forward == pytest.approx(3e-3 * (0.1 + 0.9 * 0.5))
 
 
+def test_the_uncut_layer_stands_for_itself() -> None:
+    """Cut, this layer takes longer than whole: its lookup masks what others hold."""
+    data = plain()
+    data["kinds"]["CPU"]["layers"][0]["rows"] = [row(1, 1e-4), row(1, 3e-4, 0.75), row(1, 2e-4, 0.5)]
+    profile = load_profile(data)
+    found = {part: (profile.pass_s("CPU", "embed", 1, part) or (0,))[0] for part in (1.0, 0.9, 0.75, 0.5)}
+    assert found == {part: pytest.approx(time) for part, time in zip(found, (1e-4, 3.6e-4, 3e-4, 2e-4), strict=True)}
+    data["kinds"]["CPU"]["layers"][0]["rows"].pop()
+    single = load_profile(data)
+    assert single.pass_s("CPU", "embed", 1, 0.9) == pytest.approx((3e-4, 6e-4))
+
+
 def test_what_was_not_measured_is_none() -> None:
     assert PROFILE.pass_s("V100-SXM2-32GB", "blocks.0", 1, 1.0) is None
     assert PROFILE.pass_s("CPU", "blocks.2", 1, 1.0) is None
     assert PROFILE.pass_s("CPU", "head", 1, 1.0) is None, "all its trials failed"
     assert PROFILE.optimizer_s("V100-SXM2-32GB", 10) is None
     assert PROFILE.memory_bytes("V100-SXM2-32GB") is None
-    assert PROFILE.lacking(["CPU", "T4", "T4"]) == ("T4",)
+    assert PROFILE.lacks("CPU", SPEC.layer_names)
+    assert not PROFILE.lacks("CPU", ["embed", "blocks.1"])
+    assert PROFILE.lacks("T4", ["embed"])
     assert PROFILE.optimizer_s("CPU", 1e6) == pytest.approx(1.01e-3)
     assert PROFILE.memory_bytes("CPU") == 1 << 30
+
+
+def test_what_is_free_stands_in_the_cluster() -> None:
+    cluster = load_cluster({"nodes": [{"name": "here", "devices": {"CPU": 1, "T4": 1}}]})
+    cpu, t4 = with_measured_memory(cluster, PROFILE).nodes[0].devices
+    assert cpu.free_bytes == 1 << 30
+    assert cpu.memory_bytes == cluster.devices[0].kind.memory_bytes
+    assert t4 == cluster.devices[1].kind
+    assert t4.free_bytes is None
+    unknown = load_profile(plain(CPU=kind(memory_bytes=None)))
+    assert with_measured_memory(cluster, unknown) == cluster
+
+
+def test_a_plan_tells_which_kinds_are_estimated() -> None:
+    cluster = load_cluster({"nodes": [{"name": "here", "devices": {"CPU": 1, "T4": 2}}]})
+    (note,) = PROFILE.notes_for(cluster, SPEC)
+    assert note.startswith("CPU, T4: not every layer was measured")
+    data = plain() | {"notes": ["Of one kind the newer times hold."]}
+    data["kinds"]["CPU"]["layers"][2] = {"layer": "head", "rows": [row(1, 1e-3)]}
+    only_cpu = load_cluster({"nodes": [{"name": "here", "devices": {"CPU": 2}}]})
+    assert load_profile(data).notes_for(only_cpu, SPEC) == ("Of one kind the newer times hold.",)
 
 
 def test_noise_gives_no_falling_times() -> None:

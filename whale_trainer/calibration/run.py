@@ -46,6 +46,8 @@ class Calibration:
     profile: Profile | None = None
     cluster: dict[str, Any] | None = None
     """The `cluster` section of this machine."""
+    note: str = ""
+    """What the user should know of the devices, a sentence."""
 
 
 def calibrate(config: Config, spec: ModelSpec, batch: Any, folder: Path) -> Calibration:
@@ -61,7 +63,13 @@ def calibrate(config: Config, spec: ModelSpec, batch: Any, folder: Path) -> Cali
     samples = sample_sizes(-(-config.global_batch // (1 if micro_batches == "auto" else micro_batches)))
     kinds: dict[str, KindTimes] = {}
     journals: dict[str, Any] = {}
-    notes = _notes(present)
+    on_cpu = present[0].device == "cpu"
+    cores = counted(len(present), "core")
+    notes = (
+        [f"CPU stands for one of the {cores} of {occasion.machine}, with its part of the free memory."]
+        if on_cpu
+        else []
+    )
     with tempfile.TemporaryDirectory(prefix="whale-calibrate-") as scratch:
         for number, device in enumerate({d.kind: d for d in present}.values()):
             journal = Path(scratch, f"device{number}")
@@ -95,7 +103,9 @@ def calibrate(config: Config, spec: ModelSpec, batch: Any, folder: Path) -> Cali
     title = f"Measured by mode=calibrate on {occasion.machine}, {occasion.measured_at}"
     _write(folder / PROFILE, f"{title}; use it with cluster.profile=PATH", profile.to_dict())
     _write(folder / CLUSTER, f"{title}; use it with cluster=PATH", cluster)
-    return Calibration(0 if any(t.rows for k in kinds.values() for t in k.layers) else 1, profile, cluster)
+    has_times = any(times.rows for kind in kinds.values() for times in kind.layers)
+    note = "No GPU is used here: the kind CPU was measured, one core for each rank." if on_cpu else ""
+    return Calibration(0 if has_times else 1, profile, cluster, note)
 
 
 def sample_sizes(height: int) -> tuple[int, ...]:
@@ -110,13 +120,6 @@ def _check_launcher() -> None:
             "profiles as cluster.profile=[PATH,PATH]"
         )
         raise ConfigError([Problem("mode", message)])
-
-
-def _notes(present: Sequence[Present]) -> list[str]:
-    if present[0].device != "cpu":
-        return []
-    cores = counted(len(present), "core")
-    return [f"No GPU is used here: the kind CPU was measured, a core of {cores}, with an equal part of free memory."]
 
 
 def _measure(job: DeviceJob, device: Present, spec: ModelSpec, folder: Path) -> int:

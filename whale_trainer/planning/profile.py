@@ -15,6 +15,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from whale_trainer.cluster import Cluster
+from whale_trainer.device_kinds import DeviceKind
 from whale_trainer.errors import ConfigError, Problem
 from whale_trainer.model_spec import LayerSpec, ModelSpec
 from whale_trainer.planning.curves import Curve, Surface
@@ -204,9 +206,18 @@ class Profile(_Section):
         """Bytes that were free for a rank on a device of `kind`; None where nothing was measured."""
         return self.kinds[kind].memory_bytes if kind in self.kinds else None
 
-    def lacking(self, kinds: Iterable[str]) -> tuple[str, ...]:
-        """Those of `kinds` that were not measured, each once."""
-        return tuple(kind for kind in dict.fromkeys(kinds) if kind not in self.kinds)
+    def lacks(self, kind: str, layers: Iterable[str]) -> bool:
+        """Whether there is a layer without times on that kind."""
+        return any((kind, layer) not in self._surfaces for layer in layers)
+
+    def notes_for(self, cluster: Cluster, spec: ModelSpec) -> tuple[str, ...]:
+        """What the user of a plan should know, in sentences: how profiles were merged, which kinds are estimated."""
+        kinds = dict.fromkeys(device.kind.name for device in cluster.devices)
+        estimated = [kind for kind in kinds if self.lacks(kind, spec.layer_names)]
+        if not estimated:
+            return self.notes
+        names = ", ".join(estimated)
+        return (*self.notes, f"{names}: not every layer was measured, so times are estimated from the kind's figures.")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for YAML or JSON; `load_profile` reads it back."""
@@ -276,6 +287,19 @@ def check_profile(profile: Profile, spec: ModelSpec, precision: str) -> None:
         problems.append(Problem(PATH, message))
     if problems:
         raise ConfigError(problems)
+
+
+def with_measured_memory(cluster: Cluster, profile: Profile) -> Cluster:
+    """The cluster in which every kind that was measured says what is really free on it."""
+
+    def measured(kind: DeviceKind) -> DeviceKind:
+        free_bytes = profile.memory_bytes(kind.name)
+        return kind if free_bytes is None else kind.model_copy(update={"free_bytes": free_bytes})
+
+    nodes = (
+        node.model_copy(update={"devices": tuple(measured(kind) for kind in node.devices)}) for node in cluster.nodes
+    )
+    return Cluster(nodes=tuple(nodes), network=cluster.network, is_auto=cluster.is_auto)
 
 
 def merge_profiles(profiles: Sequence[Profile]) -> Profile:
