@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 
 def message_times(
@@ -14,44 +15,60 @@ def message_times(
 ) -> list[list[float]] | None:
     """Seconds of a message of each size in bytes from one rank to the other, `repeats` times; None on the others.
 
-    Half of a round trip, as clocks of two ranks differ. All ranks of the run have to call it.
+    Half of a round trip, as clocks of two ranks differ. Receives are posted before, and each direction has its own
+    communicator on GPUs, as in a run. All ranks have to call it.
     """
     first, second = ranks
-    group = dist.new_group(list(ranks)) if device.type == "cuda" else None
+    on_gpu = device.type == "cuda"
+    there, back = (dist.new_group(list(ranks)) if on_gpu else None for _ in range(2))
     if rank not in ranks:
         return None
 
-    def round_trip(tensor: torch.Tensor) -> None:
-        if rank == first:
-            dist.send(tensor, second, group=group)
-            dist.recv(tensor, second, group=group)
-        else:
-            dist.recv(tensor, first, group=group)
-            dist.send(tensor, first, group=group)
+    def ask(tensor: Tensor, buffer: Tensor) -> None:
+        answer = _posted(buffer, second, back)
+        _sent(tensor, second, there)
+        answer.wait()
 
-    return [[time_s / 2 for time_s in times] for times in _timed(round_trip, device, sizes, repeats)]
+    def give(tensor: Tensor, buffer: Tensor) -> None:
+        _posted(buffer, first, there).wait()
+        _sent(tensor, first, back)
+
+    found = _timed(ask if rank == first else give, device, sizes, repeats)
+    return [[time_s / 2 for time_s in times] for times in found]
 
 
 def sum_times(device: torch.device, sizes: Sequence[int], repeats: int) -> list[list[float]]:
     """Seconds of a sum over all ranks, for a float32 tensor of each size in bytes, `repeats` times."""
 
-    def add_up(tensor: torch.Tensor) -> None:
+    def add_up(tensor: Tensor, _buffer: Tensor) -> None:
         dist.all_reduce(tensor)
 
     return _timed(add_up, device, sizes, repeats)
 
 
+def _posted(buffer: Tensor, source: int, group: dist.ProcessGroup | None) -> dist.Work:
+    work = dist.irecv(buffer, source, group=group)
+    assert work is not None
+    return work
+
+
+def _sent(tensor: Tensor, target: int, group: dist.ProcessGroup | None) -> None:
+    work = dist.isend(tensor, target, group=group)
+    assert work is not None
+    work.wait()
+
+
 def _timed(
-    call: Callable[[torch.Tensor], None], device: torch.device, sizes: Sequence[int], repeats: int
+    call: Callable[[Tensor, Tensor], None], device: torch.device, sizes: Sequence[int], repeats: int
 ) -> list[list[float]]:
     found = []
     for size in sizes:
-        tensor = torch.zeros(-(-size // 4), device=device)
+        tensor, buffer = (torch.zeros(-(-size // 4), device=device) for _ in range(2))
         times = []
         for _ in range(repeats):
             _wait(device)
             begin = time.perf_counter()
-            call(tensor)
+            call(tensor, buffer)
             _wait(device)
             times.append(time.perf_counter() - begin)
         found.append(times)
