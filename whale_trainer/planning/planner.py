@@ -7,7 +7,7 @@ here is the comparison with the base lines, the prediction, and the final accoun
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from whale_trainer.cluster import Cluster
@@ -31,6 +31,8 @@ from whale_trainer.planning.times import LayerProfile, TimeModel
 
 BASE_PRESETS = ("replicate", "hybrid", "pipeline", "split", "single")
 """What a base line of `strategy=auto` may choose from."""
+BASE_COUNTS = (1, 4, 16)
+"""Micro-batches that it tries where the strategy leaves them open."""
 NUM_ALTERNATIVES = 3
 
 
@@ -150,10 +152,16 @@ def _space(job: Job) -> SearchSpace:
     )
 
 
-def _presets(job: Job) -> list[Job]:
-    """The job with each preset in place of a strategy that leaves everything open."""
-    open_keys = job.strategy.model_dump(include={"micro_batches", "schedule", "balance"})
-    return [replace(job, strategy=load_strategy({**PRESETS[name], **open_keys})) for name in BASE_PRESETS]
+def _presets(job: Job) -> Iterator[Job]:
+    """The job with each preset in place of a strategy that leaves everything open; a pipeline has all devices."""
+    stages = min(job.model.num_layers, len(job.cluster.devices))
+    for name in BASE_PRESETS:
+        preset = dict(PRESETS[name], balance=job.strategy.balance, schedule=job.strategy.variants[0][1])
+        if name == "pipeline":
+            preset["scopes"] = [{"layers": "*", "stages": stages}]
+        counts = BASE_COUNTS if job.strategy.micro_batches == "auto" else (job.micro_batches,)
+        for micro_batches in counts:
+            yield replace(job, strategy=load_strategy({**preset, "micro_batches": micro_batches}))
 
 
 def _from_presets(job: Job) -> list[Found]:
@@ -203,12 +211,13 @@ def _base_line(job: Job, balance: str, decision: _Decision) -> Candidate | None:
 
 def _alternatives(job: Job, decision: _Decision) -> tuple[Alternative, ...]:
     """The best plans of other shapes."""
-    own = describe_tiles(decision.best.candidate, job.model.num_layers)
+    own = describe_tiles(decision.best.candidate, job.model.num_layers).split(",")[0]
     found: dict[str, Alternative] = {}
     for candidate in decision.others:
         name = describe_tiles(candidate, job.model.num_layers)
-        if name != own:
-            found.setdefault(name, Alternative(name, candidate.step_s))
+        shape = name.split(",")[0]
+        if shape != own:
+            found.setdefault(shape, Alternative(name, candidate.step_s))
     return tuple(found.values())[:NUM_ALTERNATIVES]
 
 

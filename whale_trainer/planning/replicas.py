@@ -254,24 +254,29 @@ def _arrangements(solver: ReplicaSolver, num_stages: int) -> Iterator[list[tuple
             for members in combinations_with_replacement(range(num_types), num_stages)
         ]
         available = tuple(Counter(solver.type_of)[t] for t in range(num_types))
-        most = min(MOST_ARRANGEMENTS, max(20, MOST_SHARES // solver.setting.height))
+        most = min(MOST_ARRANGEMENTS, max(4, MOST_SHARES // solver.setting.height))
         for arrangement in islice(_dealings(options, available, num_replicas), most):
             if tuple(sorted(arrangement)) not in seen:
                 yield arrangement
 
 
 def _dealings(
-    options: Sequence[tuple[int, ...]], available: tuple[int, ...], num_replicas: int, first: int = 0
+    options: Sequence[tuple[int, ...]], available: tuple[int, ...], num_replicas: int
 ) -> Iterator[list[tuple[int, ...]]]:
-    """All multisets of `num_replicas` options that use up exactly what is available."""
+    """All multisets of `num_replicas` options that use up exactly what is available; as many of the first as possible
+    come first."""
     if num_replicas == 0:
-        yield []
+        if not any(available):
+            yield []
         return
-    most = [max(option[t] for option in options[first:]) for t in range(len(available))]
+    if not options:
+        return
+    most = [max(option[t] for option in options) for t in range(len(available))]
     if any(a > m * num_replicas for a, m in zip(available, most, strict=True)):
         return
-    for index in range(first, len(options)):
-        left = tuple(a - o for a, o in zip(available, options[index], strict=True))
-        if min(left) >= 0:
-            for rest in _dealings(options, left, num_replicas - 1, index):
-                yield [options[index], *rest]
+    first = options[0]
+    count = min([num_replicas, *(a // o for a, o in zip(available, first, strict=True) if o)])
+    for times in range(count, -1, -1):
+        left = tuple(a - times * o for a, o in zip(available, first, strict=True))
+        for rest in _dealings(options[1:], left, num_replicas - times):
+            yield [first] * times + rest

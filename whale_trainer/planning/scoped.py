@@ -45,7 +45,7 @@ def from_scopes(job: Job) -> list[Found]:
         except (ConfigError, PlanError) as error:
             failures.append(error)
     if not found:
-        raise failures[0]
+        raise failures[0] if failures else _over_full(job)
     return sorted(found, key=lambda f: f.candidate.rank_key)
 
 
@@ -91,15 +91,18 @@ def _layouts(job: Job) -> list[Found]:
         candidate = job.weigher.weigh(_tiles(layouts), job.micro_batches, job.strategy.schedule)
         if candidate is not None:
             found.append(Found(candidate, tuple(_notes(job, layouts, used))))
-    return found or [_over_full(job)]
+    return found
 
 
-def _over_full(job: Job) -> Found:
-    """Raises the `PlanError` of a plan that does not fit, with its numbers."""
+def _over_full(job: Job) -> PlanError:
+    """The refusal of the plan that is nearest to fitting, with its numbers."""
     _, plan, devices = tightest(job)
     check_dtype(job.costs.precision, devices)
-    check_memory(plan, rank_memory(plan, job.costs), [usable_bytes(d.kind) for d in devices])
-    raise PlanError("no layout of these degrees was found that fits: allow more micro-batches or other degrees")
+    try:
+        check_memory(plan, rank_memory(plan, job.costs), [usable_bytes(d.kind) for d in devices])
+    except PlanError as error:
+        return error
+    return PlanError("no layout of these degrees fits: allow more micro-batches (strategy.micro_batches) or devices")
 
 
 def _choices(job: Job, sections: Sequence[Section], devices: Mapping[int, tuple[Device, ...]]) -> list[Choice | None]:
