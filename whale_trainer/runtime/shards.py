@@ -220,8 +220,10 @@ def _cut_module(module: nn.Module, split: ModuleSplit, tile: Tile, shard: int, g
 
 
 def _before(module: nn.Module, group: dist.ProcessGroup) -> None:
+    """What the module gets by position is whole on every rank, and what by keyword may be the rank's own part."""
+
     def hook(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (copy_to_group(args[0], group), *args[1:])
+        return tuple(copy_to_group(a, group) if isinstance(a, Tensor) and a.is_floating_point() else a for a in args)
 
     module.register_forward_pre_hook(hook)
 
