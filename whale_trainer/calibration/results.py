@@ -21,6 +21,9 @@ from whale_trainer.planning.profile import (
     TransferTime,
 )
 
+WIDE = 0.25
+"""Quartiles that are farther apart, as a part of the median, tell of a disturbance."""
+
 Found = Mapping[str, dict[str, Any]]
 """Results by trial, as a journal has them."""
 
@@ -47,6 +50,7 @@ def kind_times(
             fewest = min(count for _, count, _ in left_out)
             why = found[left_out[0][0]]["left_out"]
             notes.append(f"{times.layer}: not measured from {fewest} samples on, as {why}; the last slope goes on.")
+    notes += _scatter(layers)
     return (
         KindTimes(
             device=facts["name"],
@@ -59,6 +63,18 @@ def kind_times(
         ),
         notes,
     )
+
+
+def _scatter(layers: Sequence[LayerTimes]) -> list[str]:
+    """A warning where many times were disturbed."""
+    rows = [row for times in layers for row in times.rows]
+    wide = [r for r in rows if r.forward_spread_s + r.backward_spread_s > WIDE * (r.forward_s + r.backward_s)]
+    if len(wide) * 4 <= len(rows):
+        return []
+    return [
+        f"{len(wide)} of {len(rows)} times scatter by more than {WIDE:.0%}: something else uses the device; "
+        "measure again when it is quiet."
+    ]
 
 
 def _trials(spec: ModelSpec, index: int, samples: Sequence[int]) -> Iterator[tuple[str, int, float]]:
