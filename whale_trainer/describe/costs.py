@@ -11,21 +11,20 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.flop_counter import flop_registry, sdpa_flop_count, shape_wrapper
+from torch.utils.flop_counter import flop_registry
 
 from whale_trainer.describe.checks import NoDraws, check_output, check_samples_first
+from whale_trainer.describe.kernels import FUSED_ATTENTION, attention_flops, fused_form
 from whale_trainer.describe.layers import first_inputs, layers_of, model_loss
 from whale_trainer.describe.meta import without_compiler
-from whale_trainer.describe.recurrent import is_plain_lstm, kernels_of_further_steps, lstm_at_once
+from whale_trainer.describe.recurrent import kernels_of_further_steps
 from whale_trainer.errors import ConfigError, Problem
 from whale_trainer.model_spec import ModuleSplit, SplitKind
 
-_FUSED_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _NO_KERNELS = frozenset(
     (
         torch.ops.aten.detach,
@@ -76,7 +75,7 @@ def measure(model: nn.Module, batch: Any, splits: Sequence[ModuleSplit]) -> list
             check_samples_first(layers[index - 1][0], x, samples)
         prefix = names.get(id(layer), name)
         inside = [s for s in splits if s.layer == index]
-        key = (_structure(layer, prefix, inside), str(tree_map(_shape, x)))
+        key = (structure_of(layer, prefix, inside), str(tree_map(_shape, x)))
         if key not in known:
             known[key] = _run(name, layer, x, samples, {id(meta.get_submodule(s.module)): s for s in inside})
         cost, x = known[key]
@@ -126,7 +125,7 @@ def _like_on_meta(tensor: Tensor) -> Tensor:
 _MODULE_STATE = frozenset(vars(nn.Module()))
 
 
-def _structure(layer: nn.Module, prefix: str, splits: Sequence[ModuleSplit]) -> str:
+def structure_of(layer: nn.Module, prefix: str, splits: Sequence[ModuleSplit]) -> str:
     """A text that two layers share only when they compute the same: modules, sizes, cuts and settings."""
     shapes = [f"{n} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for n, p in layer.named_parameters()]
     shapes += [f"{n} {tuple(b.shape)} {b.dtype}" for n, b in layer.named_buffers()]
@@ -268,11 +267,7 @@ class _CutFlops:
 
 
 class _Watch(TorchFunctionMode):
-    """Refuses parameters of other layers, and takes attention and LSTMs as the fused kernels compute them.
-
-    On the meta device attention would fall back to the form that keeps the matrix of all scores, and an LSTM to a loop
-    over its steps.
-    """
+    """Refuses parameters of other layers, and takes attention and LSTMs as the fused kernels compute them."""
 
     def __init__(self, layer: str, own: Sequence[Tensor], traffic: _Traffic) -> None:
         super().__init__()
@@ -289,30 +284,12 @@ class _Watch(TorchFunctionMode):
                     "register it in this layer too (self.weight = other.weight), where it stays one tied parameter"
                 )
                 raise ConfigError([Problem(f"model.{self._layer}", message)])
-        # with dropout it falls back to the form that draws, which is refused there
-        drops = kwargs.get("dropout_p") or (len(args) > 4 and args[4])
-        if func is F.scaled_dot_product_attention and len(args) == 3 and kwargs.get("attn_mask") is None and not drops:
-            return _fused_attention(*args, is_causal=kwargs.get("is_causal", False))
-        if func is torch.lstm and not kwargs and is_plain_lstm(args):
+        fused = fused_form(func, args, kwargs)
+        if fused is None:
+            return func(*args, **kwargs)
+        if func is torch.lstm:
             self._traffic.num_kernels += kernels_of_further_steps(args)
-            return lstm_at_once(*args)
-        return func(*args, **kwargs)
+        return fused()
 
 
-def _fused_attention(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> Tensor:
-    """Attention that keeps its inputs, its output and one number a query; kv heads are repeated for their groups."""
-    if q.dim() != 4:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
-    if k.shape[1] != q.shape[1]:
-        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
-    out: Tensor = _FUSED_ATTENTION(q, k, v, 0.0, is_causal)[0]
-    return out
-
-
-@shape_wrapper
-def _attention_flops(q_shape: Any, k_shape: Any, v_shape: Any, *_: Any, **_options: Any) -> int:
-    flops: int = sdpa_flop_count(q_shape, k_shape, v_shape)
-    return flops
-
-
-_FLOP_FORMULAS = {**flop_registry, _FUSED_ATTENTION: _attention_flops}
+_FLOP_FORMULAS = {**flop_registry, FUSED_ATTENTION: attention_flops}
