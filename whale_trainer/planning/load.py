@@ -7,19 +7,12 @@ from collections.abc import Sequence
 from whale_trainer.model_spec import ModelSpec
 from whale_trainer.planning.costs import dim_shares, shard_flops
 from whale_trainer.planning.plan import Plan
+from whale_trainer.planning.schedule import bridges_of, warm_ups
 
 
 def tile_depths(plan: Plan) -> tuple[int, ...]:
     """For each tile the number of tiles on the longest path of bridges from it to the loss, itself included."""
-    starting: dict[int, list[int]] = {}
-    for index, tile in enumerate(plan.tiles):
-        starting.setdefault(tile.layers.start, []).append(index)
-    depths = [1] * len(plan.tiles)
-    for index in sorted(range(len(plan.tiles)), key=lambda i: -plan.tiles[i].layers.start):
-        tile = plan.tiles[index]
-        after = (i for i in starting.get(tile.layers.stop, ()) if len(plan.tiles[i].samples.intersect(tile.samples)))
-        depths[index] += max((depths[i] for i in after), default=0)
-    return tuple(depths)
+    return warm_ups([(index,) for index in range(len(plan.tiles))], bridges_of(plan))
 
 
 def rank_flops(plan: Plan, model: ModelSpec) -> tuple[float, ...]:

@@ -22,7 +22,7 @@ SCHEMA_VERSION = 1
 SCHEDULES = ("gpipe", "1f1b")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class Shard:
     """One rank's part of a tile; `weight` is its share among the tile's shards, a whole number."""
 
@@ -30,7 +30,7 @@ class Shard:
     weight: int = 1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class Tile:
     """Layers x samples of a micro-batch, held by one rank or cut over a tensor group."""
 

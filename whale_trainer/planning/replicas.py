@@ -98,6 +98,7 @@ class ReplicaSolver:
     """Of a replica, about: times are taken in proportion to it."""
     _tables: dict[float, list[StageTable]] = field(default_factory=dict)
     _chains: dict[tuple[tuple[int, ...], int], tuple[Chain, float] | None] = field(default_factory=dict)
+    _level_chains: dict[tuple[tuple[int, ...], int], tuple[Chain, list[StageTable]]] = field(default_factory=dict)
     _free_chains: dict[tuple[tuple[int, ...], float], Chain | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -161,13 +162,19 @@ class ReplicaSolver:
         found = self.chain(counts, samples)
         return inf if found is None else samples * found[0].slowest_s
 
+    def _levelled(self, counts: tuple[int, ...], samples: int) -> tuple[Chain, list[StageTable]]:
+        key = (counts, samples)
+        if key not in self._level_chains:
+            found = self.chain(counts, samples)
+            assert found is not None
+            chain, slack = found
+            tables = self.tables(slack)
+            self._level_chains[key] = (self._cutting(tables, counts, samples).levelled(chain), tables)
+        return self._level_chains[key]
+
     def stages(self, members: Sequence[Group], counts: tuple[int, ...], samples: int) -> tuple[Stage, ...]:
         """The stages of a replica made of these groups, as equal as they can be."""
-        found = self.chain(counts, samples)
-        assert found is not None
-        chain, slack = found
-        tables = self.tables(slack)
-        chain = self._cutting(tables, counts, samples).levelled(chain)
+        chain, tables = self._levelled(counts, samples)
         waiting: dict[int, list[Group]] = {}
         for group in members:
             waiting.setdefault(self._type_by_first[group.first], []).append(group)

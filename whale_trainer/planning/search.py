@@ -8,8 +8,10 @@ answer does not depend on the machine.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import product
 from math import inf
 
@@ -70,7 +72,7 @@ class Shape:
         return max(stages for _, stages in self.stages)
 
 
-@dataclass(frozen=True)
+@dataclass
 class SearchSpace:
     """What the search may choose from."""
 
@@ -82,6 +84,25 @@ class SearchSpace:
     most_shards: int
     can_be_cut: bool
     _paces: dict[tuple[str, int], tuple[float, float]] = field(default_factory=dict)
+    _kinds: dict[int, dict[str, tuple[Device, int]]] = field(default_factory=dict)
+    _sums: dict[tuple[int, int], float] = field(default_factory=dict)
+
+    def kinds_of(self, num_devices: int) -> dict[str, tuple[Device, int]]:
+        """By kind, one of the `num_devices` fastest devices and how many of them there are."""
+        if num_devices not in self._kinds:
+            found: dict[str, tuple[Device, int]] = {}
+            for device in self.devices[:num_devices]:
+                first, count = found.get(device.kind.name, (device, 0))
+                found[device.kind.name] = (first, count + 1)
+            self._kinds[num_devices] = found
+        return self._kinds[num_devices]
+
+    def sum_s(self, num_devices: int, copies: int) -> float:
+        """Seconds per byte of a sum over so many of the slowest of the devices."""
+        key = (num_devices, copies)
+        if key not in self._sums:
+            self._sums[key] = self.weigher.times.sum_costs(self.devices[:num_devices][::-1][:copies])[1]
+        return self._sums[key]
 
     def pace(self, device: Device, degree: int) -> tuple[float, float]:
         """(fixed, per sample) seconds of all layers on a group of `degree` such devices."""
@@ -97,7 +118,7 @@ class SearchSpace:
     def layers(self) -> Interval:
         return Interval(0, self.weigher.costs.model.num_layers)
 
-    @property
+    @cached_property
     def devices(self) -> tuple[Device, ...]:
         """Fastest kinds first, in the order of the cluster within a kind."""
         return tuple(sorted(self.weigher.cluster.devices, key=lambda d: (-self.speed(d), d.kind.name, d.index)))
@@ -168,7 +189,7 @@ def _shapes(space: SearchSpace, variants: Sequence[tuple[int | None, str]]) -> I
         kinds = tuple(dict.fromkeys(d.kind.name for d in devices))
         for splits in _splits(space, devices, kinds):
             degrees = dict(splits)
-            num_groups = {k: sum(d.kind.name == k for d in devices) // degrees[k] for k in kinds}
+            num_groups = {k: space.kinds_of(num_devices)[k][1] // degrees[k] for k in kinds}
             for stages in _stages(space, num_groups):
                 for micro_batches, schedule in variants:
                     for count in _counts(space, stages, num_groups, micro_batches):
@@ -188,8 +209,8 @@ def _splits(
     """Shards by kind: equal ones first, then unequal ones for up to three kinds."""
     most = {}
     for kind in kinds:
-        nodes = [d.node for d in devices if d.kind.name == kind]
-        most[kind] = min(space.most_shards, max(nodes.count(n) for n in set(nodes)))
+        nodes = Counter(d.node for d in devices if d.kind.name == kind)
+        most[kind] = min(space.most_shards, max(nodes.values()))
     options = [[s for s in SPLITS if s <= most[k]] for k in kinds]
     choices = product(*options) if len(kinds) <= 3 else ((s,) * len(kinds) for s in options[0])
     for choice in sorted(choices, key=lambda c: (len(set(c)) > 1, sum(c), c)):
@@ -227,21 +248,20 @@ def _estimate_s(space: SearchSpace, shape: Shape) -> float:
     weigher = space.weigher
     degrees = dict(shape.splits)
     stages = dict(shape.stages)
-    devices = space.devices[: shape.num_devices]
     height = -(-weigher.global_batch // shape.micro_batches)
     costs = weigher.costs
     rate = 0.0
     memory = 0.0
     for kind, degree in shape.splits:
-        example = next(d for d in devices if d.kind.name == kind)
-        count = sum(d.kind.name == kind for d in devices) // degree
+        example, members = space.kinds_of(shape.num_devices)[kind]
+        count = members // degree
         num_stages = stages.get(kind, stages.get("*", 1))
-        samples = max(1.0, height * num_stages / max(1, len(devices) // degree))
+        samples = max(1.0, height * num_stages / max(1, shape.num_devices // degree))
         fixed_s, per_sample_s = space.pace(example, degree)
         rate += count / (per_sample_s + fixed_s / samples)
         memory += count * degree * example.kind.memory_bytes
     shard = costs.tile((1,) * max(degrees.values())).shards[0]
-    copies = max(1, len(devices) // (max(degrees.values()) * shape.num_stages))
+    copies = max(1, shape.num_devices // (max(degrees.values()) * shape.num_stages))
     if shard.memory(0, len(space.layers), 0, 0) * max(degrees.values()) * copies > 2 * memory:
         return inf
     compute_s = height / rate * (shape.micro_batches + shape.num_stages - 1)
@@ -249,7 +269,7 @@ def _estimate_s(space: SearchSpace, shape: Shape) -> float:
     overhead_s = 3 * KERNEL_S * kernels * shape.micro_batches if shape.num_stages > 1 else 0.0
     cut, whole, tied = weigher.times.gradient_bytes
     num_bytes = (sum(cut) + sum(whole) + sum(size for _, _, size in tied)) / shape.num_stages / max(degrees.values())
-    sum_s = num_bytes * weigher.times.sum_costs(devices[::-1][:copies])[1] if copies > 1 else 0.0
+    sum_s = num_bytes * space.sum_s(shape.num_devices, copies) if copies > 1 else 0.0
     return compute_s + overhead_s + 0.7 * sum_s
 
 
