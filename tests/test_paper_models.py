@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from configs import composed
 from ranks import run_ranks
 from runs import Case, run_case, single
 from test_equivalence import assert_same
@@ -20,6 +21,7 @@ from whale_trainer.models.gnmt import GNMT, LSTM, BothWays
 from whale_trainer.models.resnet import ResNet
 from whale_trainer.models.t5 import T5, Distances
 
+from whale_trainer.config import load_config
 from whale_trainer.describe import describe, unsynchronised_norms
 from whale_trainer.model_spec import ModelSpec
 from whale_trainer.planning.plan import Plan
@@ -29,31 +31,36 @@ def ints(*shape: int) -> Tensor:
     return torch.zeros(*shape, dtype=torch.int64, device="meta")
 
 
+def shipped(name: str) -> nn.Module:
+    """The model of conf/model."""
+    return load_config(composed(f"model={name}")).model.build()
+
+
+def images() -> dict[str, Tensor]:
+    return {"images": torch.empty(2, 3, 224, 224), "labels": ints(2)}
+
+
+def pairs(source: int, target: int) -> dict[str, Tensor]:
+    return {"source": ints(2, source), "target": ints(2, target), "targets": ints(2, target)}
+
+
+LARGE: dict[str, Any] = {
+    "resnet50": (lambda: shipped("resnet50"), images),
+    "resnet101": (lambda: ResNet(blocks=(3, 4, 23, 3)), images),
+    "bert_large": (
+        lambda: shipped("bert_large"),
+        lambda: {"tokens": ints(2, 128), "segments": ints(2, 128), "positions": ints(2, 20), "targets": ints(2, 20)},
+    ),
+    "t5_large": (lambda: shipped("t5_large"), lambda: pairs(512, 114)),
+    "gnmt": (lambda: shipped("gnmt"), lambda: pairs(50, 50)),
+}
+
+
 def described(name: str) -> ModelSpec:
     with torch.device("meta"):
         model, batch = LARGE[name]
         return describe(model(), batch())
 
-
-LARGE: dict[str, Any] = {
-    "resnet50": (ResNet, lambda: {"images": torch.empty(2, 3, 224, 224), "labels": ints(2)}),
-    "resnet101": (
-        lambda: ResNet(blocks=(3, 4, 23, 3)),
-        lambda: {"images": torch.empty(2, 3, 224, 224), "labels": ints(2)},
-    ),
-    "bert_large": (
-        lambda: BERT(30522, 1024, 24, 16, 512),
-        lambda: {"tokens": ints(2, 128), "segments": ints(2, 128), "positions": ints(2, 20), "targets": ints(2, 20)},
-    ),
-    "t5_large": (
-        lambda: T5(32128, 1024, 24, 16, 4096),
-        lambda: {"source": ints(2, 512), "target": ints(2, 114), "targets": ints(2, 114)},
-    ),
-    "gnmt": (
-        lambda: GNMT(32000, 1024, 8),
-        lambda: {"source": ints(2, 50), "target": ints(2, 50), "targets": ints(2, 50)},
-    ),
-}
 
 PUBLISHED = {
     "resnet50": (25_557_032, 0),  # He et al. 2016, as torchvision counts it
