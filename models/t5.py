@@ -53,8 +53,9 @@ class Distances(nn.Module):
         super().__init__()
         self.is_causal = is_causal
         self.of_class = nn.Linear(NUM_CLASSES, num_heads, bias=False)
-        classes = torch.tensor([_distance_class(d, is_causal) for d in range(-FARTHEST, FARTHEST + 1)])
-        self.register_buffer("classes", F.one_hot(classes, NUM_CLASSES).to(self.of_class.weight), persistent=False)
+        classes = [_distance_class(d, is_causal) for d in range(-FARTHEST, FARTHEST + 1)]
+        one_hot = [[float(index == found) for index in range(NUM_CLASSES)] for found in classes]
+        self.register_buffer("classes", torch.tensor(one_hot), persistent=False)
 
     def forward(self, length: int) -> Tensor:
         """Shape [1, heads, length, length], minus infinity where a causal one may not look."""
