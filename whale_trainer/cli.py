@@ -263,10 +263,13 @@ def show(planned: Planned, folder: Path) -> None:
     """Print the plan, where the ranks run, and the run folder."""
     from rich.console import Console
 
+    from whale_trainer.report.paper import paper_line
     from whale_trainer.report.table import answer_table
 
     console = Console()
     console.print(answer_table(planned.answer, planned.spec))
+    if planned.config.paper is not None:
+        console.print(paper_line(planned.plan.predicted, planned.config.paper), highlight=False)
     if planned.note:
         console.print(planned.note, highlight=False)
     place = os.path.relpath(folder, os.getcwd())

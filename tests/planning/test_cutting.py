@@ -60,7 +60,7 @@ def test_equal_to_brute_force(flops: list[float], devices: list[tuple[float, flo
         return
     assert isclose(chain.slowest_s, best, rel_tol=1e-6)
     assert question.fits(chain)
-    level = question.levelled(chain)
+    level = chain
     assert level.layers[0].start == 0
     assert level.layers[-1].stop == len(flops)
     assert all(a.stop == b.start for a, b in pairwise(level.layers))
@@ -89,14 +89,14 @@ def test_the_widest_layer_counts_with_its_own_cost() -> None:
     question = cutting(flops, [1.0, 1.0], None)
     chain = question.best()
     assert chain is not None
-    assert question.levelled(chain).layers == (Interval(0, 5), Interval(5, 8))
+    assert chain.layers == (Interval(0, 5), Interval(5, 8))
 
 
 def test_other_stages_are_levelled_when_one_layer_rules() -> None:
     question = cutting([1, 1, 1, 1, 9], [1.0, 1.0, 1.0], None)
     chain = question.best()
     assert chain is not None
-    assert question.levelled(chain).layers == (Interval(0, 2), Interval(2, 4), Interval(4, 5))
+    assert chain.layers == (Interval(0, 2), Interval(2, 4), Interval(4, 5))
 
 
 def test_with_very_many_states_the_groups_keep_their_order() -> None:

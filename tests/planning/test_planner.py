@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import combinations, pairwise, permutations
+from itertools import combinations, pairwise, permutations, product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from specs import cpu_cluster, gpt_spec, module_spec, plain_spec, preset, scopes
 
@@ -18,15 +18,19 @@ from whale_trainer.cluster import Cluster, load_cluster
 from whale_trainer.errors import ConfigError, PlanError
 from whale_trainer.model_spec import ModelSpec
 from whale_trainer.planning.costs import CostModel
-from whale_trainer.planning.load import rank_flops, step_s
 from whale_trainer.planning.memory import rank_memory
-from whale_trainer.planning.plan import Plan
-from whale_trainer.planning.planner import build_plan
+from whale_trainer.planning.plan import Plan, Shard, Tile
+from whale_trainer.planning.plan_times import PlanTimes
+from whale_trainer.planning.planner import answer, build_plan
 from whale_trainer.planning.precision import PRECISIONS
-from whale_trainer.planning.shares import cut_units
+from whale_trainer.planning.shares import Interval, cut_units
+from whale_trainer.planning.simulate import simulate
 from whale_trainer.planning.strategy import PRESETS, StrategySpec, load_strategy
+from whale_trainer.planning.times import TimeModel
 
 CONF = Path(__file__).parents[2] / "conf"
+BIG = gpt_spec(width=1024, num_blocks=10, num_heads=16, vocab_size=8192, context=512)
+"""A model whose compute rules."""
 
 
 def cluster(name: str) -> Cluster:
@@ -39,12 +43,6 @@ def tiles(plan: Plan) -> list[tuple[tuple[int, int], tuple[int, int], tuple[int,
 
 def shares(plan: Plan) -> list[int]:
     return [len(t.samples) for t in plan.tiles]
-
-
-def slowest(plan: Plan, model: ModelSpec, hardware: Cluster) -> float:
-    """Seconds of compute of a micro-batch on the device that takes longest."""
-    speeds = {d.kind.name: d.kind.speed("fp32") for d in hardware.devices}
-    return max(f / speeds[d.kind] for f, d in zip(rank_flops(plan, model), plan.devices, strict=True))
 
 
 # ---- what the presets give ----
@@ -97,38 +95,40 @@ def test_even_takes_all_devices_as_equal() -> None:
     assert split.tiles[0].weights == (1, 1)
 
 
-@pytest.mark.parametrize("name", ["replicate", "split", "pipeline", "hybrid"])
-def test_hardware_is_never_slower_than_even(name: str) -> None:
-    hardware = cluster("v100_p100")
-    plans = [build_plan(gpt_spec(), hardware, preset(name, balance=b), global_batch=32) for b in ("hardware", "even")]
-    speeds = {d.kind.name: d.kind.speed("fp32") for d in hardware.devices}
-    aware, even = (step_s(plan, gpt_spec(), [speeds[d.kind] for d in plan.devices]) for plan in plans)
-    assert aware <= even * (1 + 1e-9)
+@pytest.mark.parametrize("name", ["replicate", "split", "pipeline", "hybrid", "auto"])
+def test_hardware_is_never_behind_a_base_line(name: str) -> None:
+    predicted = answer(BIG, cluster("v100_p100"), preset(name), global_batch=32).plan.predicted
+    assert predicted.step_s is not None
+    for other in (predicted.even_step_s, predicted.whale_step_s):
+        assert other is None or predicted.step_s <= other * (1 + 1e-9)
     if name == "replicate":
-        assert even / aware > 1.2  # (1 + r) / 2 for equal numbers of two kinds, less what whole samples cost
+        assert predicted.even_step_s is not None
+        assert predicted.even_step_s / predicted.step_s > 1.09  # the sum of gradients takes as long in both
 
 
-def test_auto_falls_back_to_a_preset_and_says_so() -> None:
-    plan = build_plan(gpt_spec(), cluster("v100_p100"), load_strategy({"name": "auto"}), global_batch=32)
-    assert "strategy=auto fell back to the preset with the least compute time: replicate." in plan.notes
-    assert plan.tiles == build_plan(gpt_spec(), cluster("v100_p100"), preset("replicate"), global_batch=32).tiles
+def test_auto_takes_what_no_preset_beats() -> None:
+    auto = answer(BIG, cluster("v100_p100"), preset("auto", micro_batches="auto"), global_batch=64)
+    for name in PRESETS:
+        other = answer(BIG, cluster("v100_p100"), preset(name), global_batch=64).plan.predicted.step_s
+        assert other is not None
+        assert auto.timeline.step_s <= other * 1.01
 
 
 def test_auto_cuts_what_does_not_fit_whole() -> None:
     model = gpt_spec(width=384, num_blocks=12, vocab_size=8192)
-    plan = build_plan(model, cpu_cluster([1, 1, 1, 1], memory_gib=0.2), load_strategy({}), global_batch=8)
+    plan = build_plan(model, cpu_cluster([1, 1, 1, 1], memory_gib=0.2), preset("auto"), global_batch=8)
     assert not plan.is_replicated_only
-    assert any("fell back to the preset" in note for note in plan.notes)
 
 
-def test_auto_refuses_with_the_reason_of_its_first_choice() -> None:
-    with pytest.raises(PlanError, match="does not fit"):
+def test_auto_refuses_with_the_plan_that_is_nearest_to_fitting() -> None:
+    with pytest.raises(PlanError, match="no plan of this model fits on this cluster"):
         build_plan(gpt_spec(width=384), cpu_cluster([1], memory_gib=0.01), load_strategy({}), global_batch=8)
 
 
 def test_a_module_without_layers_may_only_be_replicated() -> None:
-    plan = build_plan(module_spec(), cpu_cluster([2, 1]), load_strategy({}), global_batch=6)
+    plan = build_plan(module_spec(), cpu_cluster([2, 1]), preset("replicate"), global_batch=6)
     assert shares(plan) == [4, 2]
+    assert build_plan(module_spec(), cpu_cluster([2, 1]), preset("auto"), global_batch=6).is_replicated_only
     with pytest.raises(ConfigError) as error:
         build_plan(module_spec(), cpu_cluster([1] * 4), preset("hybrid"), global_batch=8)
     assert [p.path for p in error.value.problems] == ["strategy.scopes[0].stages", "strategy.scopes[0].split"]
@@ -211,7 +211,7 @@ def test_auto_leaves_out_a_device_that_would_only_slow_the_run_down() -> None:
 def test_auto_makes_no_more_replicas_than_samples_nor_stages_than_layers_nor_shards_than_units() -> None:
     hardware = cpu_cluster([1] * 9)
     assert build_plan(gpt_spec(), hardware, preset("replicate"), global_batch=3).num_ranks == 3
-    assert build_plan(plain_spec([1.0] * 3), hardware, preset("pipeline"), global_batch=64).num_ranks == 3
+    assert build_plan(plain_spec([1e9] * 3), hardware, preset("pipeline"), global_batch=64).num_ranks == 3
     assert build_plan(gpt_spec(), hardware, preset("split"), global_batch=3).num_ranks == 6
 
 
@@ -273,50 +273,42 @@ def test_planned_memory_is_that_of_the_accounts() -> None:
 # ---- brute force ----
 
 
-def every_hybrid(model: ModelSpec, hardware: Cluster, height: int) -> Iterator[float]:
-    """Slowest device for all assignments of the four pairs to (replica, stage), all cuts and all sample shares."""
-    groups = [hardware.devices[i : i + 2] for i in range(0, 8, 2)]
-    flops = [3 * (layer.forward_flops - layer.split_flops / 2) for layer in model.layers]
-    for order in permutations(groups):
-        for cuts in ((a, b) for a in range(1, model.num_layers) for b in range(1, model.num_layers)):
-            for first in range(1, height):
-                times = []
-                for replica, samples in enumerate((first, height - first)):
-                    for stage, part in enumerate((flops[: cuts[replica]], flops[cuts[replica] :])):
-                        speed = order[2 * replica + stage][0].kind.speed("fp32")
-                        times.append(samples * sum(part) / speed)
-                yield max(times)
+def seconds_of(model: ModelSpec, hardware: Cluster, plan: Plan) -> float:
+    return simulate(plan, PlanTimes(plan, TimeModel(CostModel(model, PRECISIONS["32-true"], 8), hardware))).step_s
 
 
-@pytest.mark.parametrize(("blocks", "heads", "global_batch"), [(6, 6, 32), (4, 8, 20)])
-def test_hybrid_is_as_good_as_brute_force(blocks: int, heads: int, global_batch: int) -> None:
-    model, hardware = gpt_spec(num_blocks=blocks, num_heads=heads), cluster("v100_p100")
-    plan = build_plan(model, hardware, preset("hybrid"), global_batch=global_batch)
-    best = min(every_hybrid(model, hardware, plan.micro_batch_size))
-    assert slowest(plan, model, hardware) <= best * (1 + 1e-6)
+def every_grid(plan: Plan, groups: list[tuple[int, ...]], replicas: int, stages: int) -> Iterator[Plan]:
+    """Plans with these degrees: all assignments of groups of ranks to (replica, stage), all cuts, all sample shares."""
+    kinds = [tuple(plan.devices[r].kind for r in group) for group in groups]
+    seen = set()
+    for order in permutations(range(len(groups))):
+        like = tuple(kinds[i] for i in order)
+        if like in seen:
+            continue
+        seen.add(like)
+        all_cuts = list(combinations(range(1, plan.num_layers), stages - 1))
+        for inner in combinations(range(1, plan.micro_batch_size), replicas - 1):
+            rows = list(pairwise((0, *inner, plan.micro_batch_size)))
+            for cuts in product(all_cuts, repeat=replicas):
+                made = [
+                    Tile(Interval(*layers), Interval(*rows[r]), tuple(map(Shard, groups[order[r * stages + s]])))
+                    for r in range(replicas)
+                    for s, layers in enumerate(pairwise((0, *cuts[r], plan.num_layers)))
+                ]
+                yield replace(plan, tiles=tuple(made))
 
 
-def every_grid(model: ModelSpec, speeds: list[float], replicas: int, stages: int, height: int) -> Iterator[float]:
-    """The same for devices that are not split."""
-    flops = [3 * layer.forward_flops for layer in model.layers]
-    all_cuts = list(combinations(range(1, len(flops)), stages - 1))
-    for order in set(permutations(speeds)):
-        chains = [order[r * stages : (r + 1) * stages] for r in range(replicas)]
-        best = [
-            min(
-                max(sum(flops[a:b]) / s for (a, b), s in zip(pairwise((0, *cuts, len(flops))), chain, strict=True))
-                for cuts in all_cuts
-            )
-            for chain in chains
-        ]
-        for inner in combinations(range(1, height), replicas - 1):
-            parts = [b - a for a, b in pairwise((0, *inner, height))]
-            yield max(n * t for n, t in zip(parts, best, strict=True))
+def test_hybrid_is_as_good_as_brute_force() -> None:
+    model, hardware = gpt_spec(width=512, num_blocks=4, num_heads=8, context=512), cluster("v100_p100")
+    plan = build_plan(model, hardware, preset("hybrid"), global_batch=20)
+    pairs = [(0, 1), (2, 3), (4, 5), (6, 7)]
+    best = min(seconds_of(model, hardware, other) for other in every_grid(plan, pairs, 2, 2))
+    assert seconds_of(model, hardware, plan) <= best * 1.01
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow], phases=[Phase.generate])
 @given(
-    st.lists(st.sampled_from([1.0, 2.0, 5.0, 9.0]), min_size=4, max_size=5),
+    st.lists(st.sampled_from([1e8, 2e8, 5e8, 9e8]), min_size=4, max_size=5),
     st.sampled_from([(1, 2), (2, 1), (2, 2), (1, 4), (4, 1)]),
     st.integers(4, 7),
 )
@@ -324,16 +316,18 @@ def test_any_grid_is_as_good_as_brute_force(flops: list[float], degrees: tuple[i
     replicas, stages = degrees
     speeds = [1.0, 3.0, 3.0, 7.0][: replicas * stages]
     model, hardware = plain_spec(flops), cpu_cluster(speeds)
-    strategy = scopes({"layers": "*", "replicate": replicas, "stages": stages})
-    plan = build_plan(model, hardware, strategy, global_batch=height)
-    best = min(every_grid(model, [s * 1e9 for s in speeds], replicas, stages, height))
-    assert slowest(plan, model, hardware) <= best * (1 + 1e-6)
+    strategy = scopes({"layers": "*", "replicate": replicas, "stages": stages}, micro_batches=4)
+    plan = build_plan(model, hardware, strategy, global_batch=4 * height)
+    groups = [(rank,) for rank in range(replicas * stages)]
+    best = min(seconds_of(model, hardware, other) for other in every_grid(plan, groups, replicas, stages))
+    # a pipeline with as few micro-batches as stages depends on more than its slowest stage and their sum
+    assert seconds_of(model, hardware, plan) <= best * (1.06 if stages > 2 else 1.01)
 
 
 # ---- what holds for every plan ----
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.lists(st.lists(st.sampled_from([1.0, 2.0, 3.0, 5.0, 9.0]), min_size=1, max_size=4), min_size=1, max_size=3),
     st.sampled_from(sorted([*PRESETS, "auto"])),

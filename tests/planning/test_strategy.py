@@ -9,7 +9,6 @@ import pytest
 import yaml
 
 from whale_trainer.errors import ConfigError
-from whale_trainer.planning.planner import AUTO_ORDER
 from whale_trainer.planning.strategy import PRESETS, load_strategy
 
 FOLDER = Path(__file__).parents[2] / "conf" / "strategy"
@@ -28,7 +27,6 @@ def test_shipped_files_are_the_presets() -> None:
     assert {name: load_strategy(data) for name, data in found.items()} == {
         name: load_strategy(data) for name, data in PRESETS.items()
     }
-    assert sorted(AUTO_ORDER) == sorted(PRESETS)
 
 
 def test_defaults() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import product
 from math import inf, prod
 from typing import NamedTuple
@@ -22,6 +23,13 @@ from whale_trainer.planning.times import Seconds
 
 MOST_STATES = 300
 """States up to which all orders of the groups are searched; 8 + 8 devices of two kinds have 81."""
+
+
+LIMITS = (1.0, 1.05, 1.1, 1.2, 1.35, 1.6, 2.0)
+"""Of the slowest stage, against the least that is possible."""
+SLOTS_THAT_RULE = 8
+"""With so many micro-batches for each stage the slowest stage is nearly all that counts."""
+LEVELLING = 1e-3
 
 
 class Chain(NamedTuple):
@@ -108,12 +116,40 @@ class Cutting:
     def layers(self) -> Interval:
         return self.tables[0].layers
 
+    slots: int = 0
+    """Micro-batches of a step; 0 where only the slowest stage counts."""
+
     def best(self) -> Chain | None:
-        """The chain with the least time of its slowest stage; None when no chain fits in memory."""
+        """The chain with the least time of a step; None when no chain fits in memory.
+
+        A pipeline of `slots` micro-batches takes the slowest stage's time for each but the first, and all stages' time
+        for that one. So a slower slowest stage may pay where the sum falls: some limits above the least are tried.
+        Within a limit, stages are as equal as they can be.
+        """
+        fastest = self._least(lambda before, times: np.maximum(before[:, None], times))
+        if fastest is None:
+            return None
+        found = []
+        for factor in LIMITS if 0 < self.slots < SLOTS_THAT_RULE * sum(self.counts) > SLOTS_THAT_RULE else LIMITS[:1]:
+            limit_s = fastest.slowest_s * factor * (1 + 1e-12)
+            chain = self._least(partial(_sum_within, limit_s))
+            assert chain is not None
+            found.append(chain)
+        return min(found, key=self.pace_s)
+
+    def pace_s(self, chain: Chain) -> float:
+        """Seconds of a step by the number of slots."""
+        if not self.slots:
+            return chain.slowest_s
+        total = sum(self.tables[kind].time(part) for kind, part in zip(chain.order, chain.layers, strict=True))
+        return (chain.slowest_s * (self.slots - 1) + total) / self.slots
+
+    def _least(self, joined: Callable[[Seconds, Seconds], Seconds]) -> Chain | None:
+        """The chain with the least value, where `joined` gives those of one more stage for all starts and ends."""
         none = (0,) * len(self.counts)
         start = np.full(len(self.layers) + 1, inf)
         start[0] = 0.0
-        slowest = {none: start}
+        values = {none: start}
         # by state and end: the type and the first layer of the last stage
         ways: dict[tuple[int, ...], tuple[Seconds, Seconds]] = {}
         for state in self._states():
@@ -121,17 +157,17 @@ class Cutting:
             kinds, starts = np.zeros(len(least), dtype=int), np.zeros(len(least), dtype=int)
             for kind, table in enumerate(self.tables):
                 before = (*state[:kind], state[kind] - 1, *state[kind + 1 :])
-                if before not in slowest:
+                if before not in values:
                     continue
-                position = sum(before)
-                times = table.within_memory(self.samples, self.in_flight(position))
-                found = np.maximum(slowest[before][:, None], times)
-                first = found.argmin(axis=0)
+                times = table.within_memory(self.samples, self.in_flight(sum(before)))
+                found = joined(values[before], times)
+                # of values that differ by rounding only, the first
+                first = (found <= found.min(axis=0) * (1 + 1e-12)).argmax(axis=0)
                 value = found[first, np.arange(len(least))]
-                better = value < least
+                better = value < least * (1 - 1e-12)
                 least[better], kinds[better], starts[better] = value[better], kind, first[better]
-            slowest[state], ways[state] = least, (kinds, starts)
-        if slowest[self.counts][-1] == inf:
+            values[state], ways[state] = least, (kinds, starts)
+        if values[self.counts][-1] == inf:
             return None
         return self._chain(ways)
 
@@ -169,23 +205,8 @@ class Cutting:
             for position, (kind, part) in enumerate(zip(chain.order, chain.layers, strict=True))
         )
 
-    def levelled(self, chain: Chain) -> Chain:
-        """The same order and slowest stage, with the other stages as equal in time as they can be."""
-        limit_s = chain.slowest_s * (1 + 1e-12)
-        least = np.full(len(self.layers) + 1, inf)
-        least[0] = 0.0
-        # the sum of squares of the stages so far, by the layer at which they end
-        starts: list[Seconds] = []
-        for position, kind in enumerate(chain.order):
-            times = self.tables[kind].within_memory(self.samples, self.in_flight(position))
-            squares = np.where(times <= limit_s, times, inf) ** 2
-            found = least[:, None] + squares
-            # of sums that differ by rounding only, the first
-            first = (found <= found.min(axis=0) * (1 + 1e-12)).argmax(axis=0)
-            least = found[first, np.arange(len(least))]
-            starts.append(first)
-        at, layers = len(self.layers), list[Interval]()
-        for first in reversed(starts):
-            layers.append(Interval(int(first[at]), at).shifted(self.layers.start))
-            at = int(first[at])
-        return chain._replace(layers=tuple(reversed(layers)))
+
+def _sum_within(limit_s: float, before: Seconds, times: Seconds) -> Seconds:
+    """The sum of the stages' times, none above the limit; of equal sums that with the least squares."""
+    allowed = np.where(times <= limit_s, times, inf)
+    return before[:, None] + allowed + LEVELLING * allowed**2 / limit_s

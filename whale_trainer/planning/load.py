@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from whale_trainer.model_spec import ModelSpec
 from whale_trainer.planning.costs import dim_shares, shard_flops
 from whale_trainer.planning.plan import Plan
@@ -25,9 +23,3 @@ def rank_flops(plan: Plan, model: ModelSpec) -> tuple[float, ...]:
             each = sum(shard_flops(model.layers[i], shares[i], tile.weights, shard) for i in layers)
             flops[holder.rank] += each * len(tile.samples)
     return tuple(flops)
-
-
-def step_s(plan: Plan, model: ModelSpec, speeds: Sequence[float]) -> float:
-    """Seconds of compute in a step, with the slowest rank's pace in every slot of the pipeline; no communication."""
-    slowest = max(f / s for f, s in zip(rank_flops(plan, model), speeds, strict=True))
-    return slowest * (plan.micro_batches + max(tile_depths(plan)) - 1)

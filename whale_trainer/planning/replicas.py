@@ -1,7 +1,7 @@
 """The layout of one section: groups to replicas and stages, layers to stages, samples to replicas.
 
-All three are chosen together so that the slowest device finishes a micro-batch as early as possible, each device within
-its memory.
+All three are chosen together so that the slowest replica is through all micro-batches as early as possible, each device
+within its memory.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class Layout:
 
     replicas: tuple[tuple[Stage, ...], ...]
     samples: tuple[int, ...]
-    slowest_s: float
-    """Seconds of compute that the slowest device needs for a micro-batch."""
+    pace_s: float
+    """Seconds of compute of the slowest replica for a micro-batch, its part of filling the pipeline included."""
 
     @property
     def num_stages(self) -> int:
@@ -98,7 +98,7 @@ class ReplicaSolver:
     """Of a replica, about: times are taken in proportion to it."""
     _tables: dict[float, list[StageTable]] = field(default_factory=dict)
     _chains: dict[tuple[tuple[int, ...], int], tuple[Chain, float] | None] = field(default_factory=dict)
-    _level_chains: dict[tuple[tuple[int, ...], int], tuple[Chain, list[StageTable]]] = field(default_factory=dict)
+    _paces: dict[tuple[tuple[int, ...], int], float] = field(default_factory=dict)
     _free_chains: dict[tuple[tuple[int, ...], float], Chain | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -153,28 +153,28 @@ class ReplicaSolver:
 
     def _cutting(self, tables: Sequence[StageTable], counts: tuple[int, ...], samples: int) -> Cutting:
         in_flight = partial(self.setting.in_flight, num_stages=sum(counts), stages_after=self.stages_after)
-        return Cutting(tables, counts, samples, in_flight)
+        return Cutting(tables, counts, samples, in_flight, self.setting.micro_batches)
 
     def cost(self, counts: tuple[int, ...], samples: int) -> float:
-        """Seconds of a micro-batch on the replica's slowest device; inf where it does not fit."""
+        """Seconds of a micro-batch on the replica, its part of filling the pipeline included; inf where it does not
+        fit."""
         if samples == 0:
             return 0.0
-        found = self.chain(counts, samples)
-        return inf if found is None else samples * found[0].slowest_s
-
-    def _levelled(self, counts: tuple[int, ...], samples: int) -> tuple[Chain, list[StageTable]]:
         key = (counts, samples)
-        if key not in self._level_chains:
+        if key not in self._paces:
             found = self.chain(counts, samples)
-            assert found is not None
-            chain, slack = found
-            tables = self.tables(slack)
-            self._level_chains[key] = (self._cutting(tables, counts, samples).levelled(chain), tables)
-        return self._level_chains[key]
+            chain, slack = found or (None, 0.0)
+            self._paces[key] = (
+                inf if chain is None else self._cutting(self.tables(slack), counts, samples).pace_s(chain)
+            )
+        return samples * self._paces[key]
 
     def stages(self, members: Sequence[Group], counts: tuple[int, ...], samples: int) -> tuple[Stage, ...]:
         """The stages of a replica made of these groups, as equal as they can be."""
-        chain, tables = self._levelled(counts, samples)
+        found = self.chain(counts, samples)
+        assert found is not None
+        chain, slack = found
+        tables = self.tables(slack)
         waiting: dict[int, list[Group]] = {}
         for group in members:
             waiting.setdefault(self._type_by_first[group.first], []).append(group)
@@ -226,7 +226,7 @@ def _best_of(solver: ReplicaSolver, arrangements: Iterable[list[tuple[int, ...]]
 
 
 def _layout(
-    solver: ReplicaSolver, slowest_s: float, arrangement: Sequence[tuple[int, ...]], shares: Sequence[int]
+    solver: ReplicaSolver, pace_s: float, arrangement: Sequence[tuple[int, ...]], shares: Sequence[int]
 ) -> Layout:
     waiting: dict[int, list[Group]] = {}
     for group, kind in zip(solver.groups, solver.type_of, strict=True):
@@ -237,7 +237,7 @@ def _layout(
         if share:
             made.append((solver.stages(members, counts, share), share))
     made.sort(key=lambda replica: min(stage.group.first for stage in replica[0]))
-    return Layout(tuple(stages for stages, _ in made), tuple(share for _, share in made), slowest_s)
+    return Layout(tuple(stages for stages, _ in made), tuple(share for _, share in made), pace_s)
 
 
 def _arrangements(solver: ReplicaSolver, num_stages: int) -> Iterator[list[tuple[int, ...]]]:

@@ -223,10 +223,8 @@ def _best(
             layout = best_layout(
                 setting, section.layers, groups, stages, stages_after=after, least_share=0 if is_open else 1
             )
-        if layout is not None:
-            seconds = layout.slowest_s * (job.micro_batches + stages - 1)
-            if best is None or seconds < best[0] * (1 - 1e-9):
-                best = (seconds, layout)
+        if layout is not None and (best is None or layout.pace_s < best[0] * (1 - 1e-9)):
+            best = (layout.pace_s, layout)
     return None if best is None else best[1]
 
 

@@ -86,13 +86,15 @@ def whale_layout(setting: Setting, layers: Interval, groups: Sequence[Group], nu
     replicas = tuple(
         tuple(Stage(cuts[s], grid[s][r], _weights(grid[s][r])) for s in range(num_stages)) for r in range(num_replicas)
     )
-    slowest = max(
-        float(seconds[stage.layers.stop] - seconds[stage.layers.start])
-        for replica, n in zip(replicas, found, strict=True)
-        for stage in replica
-        for seconds in [setting.seconds(stage.group.devices, stage.weights, n)]
-    )
-    return Layout(replicas, tuple(found), slowest)
+    pace_s = 0.0
+    for replica, n in zip(replicas, found, strict=True):
+        spent = []
+        for stage in replica:
+            seconds = setting.seconds(stage.group.devices, stage.weights, n)
+            spent.append(float(seconds[stage.layers.stop] - seconds[stage.layers.start]))
+        slots = setting.micro_batches
+        pace_s = max(pace_s, (max(spent) * (slots - 1) + sum(spent)) / slots)
+    return Layout(replicas, tuple(found), pace_s)
 
 
 def _replica_speed(grid: Sequence[Sequence[Group]], replica: int) -> float:
