@@ -80,10 +80,10 @@ def answer(
     base = {balance: _base_line(job, balance, decision) for balance in ("even", "whale")}
     best = decision.best
     if strategy.balance == "hardware":
-        # the planner never ends behind a base line
-        for balance, other in base.items():
+        # the planner never ends behind a base line: one that is ahead is where it goes on from
+        for other in base.values():
             if other is not None and other.step_s < best.candidate.step_s * (1 - 1e-9):
-                best = Found(other, (*best.notes, f"The parts are those of balance={balance}."))
+                best = replace(best, candidate=_improved(job, other))
     plan, memory = _settle(job, best)
     simulation = job.weigher.simulation(plan)
     timeline = replace(simulation.timeline(), bound_by=bound_by(simulation))
@@ -126,9 +126,8 @@ def _decide(job: Job) -> _Decision:
     if not job.strategy.is_auto:
         found = from_scopes(job)
         best = found[0]
-        if job.strategy.balance == "hardware" and len(sections_of(job.strategy, job.model)) == 1:
-            moves = Limits.of(len(job.cluster.devices), job.model.num_layers).moves
-            best = replace(best, candidate=improve(job.weigher, best.candidate, moves, keep_rows=True))
+        if job.strategy.balance == "hardware":
+            best = replace(best, candidate=_improved(job, best.candidate))
         return _Decision(best, tuple(f.candidate for f in found[1:]))
     check_dtype(job.costs.precision, job.cluster.devices)
     if job.strategy.balance != "hardware":
@@ -138,6 +137,14 @@ def _decide(job: Job) -> _Decision:
     if not candidates:
         raise _nothing_fits(job)
     return _Decision(Found(candidates[0]), tuple(candidates[1:]))
+
+
+def _improved(job: Job, candidate: Candidate) -> Candidate:
+    """The candidate with its cuts moved; where several scopes meet, they stay where the user set them."""
+    if not job.strategy.is_auto and len(sections_of(job.strategy, job.model)) > 1:
+        return candidate
+    moves = Limits.of(len(job.cluster.devices), job.model.num_layers).moves
+    return improve(job.weigher, candidate, moves, keep_rows=not job.strategy.is_auto)
 
 
 def _space(job: Job) -> SearchSpace:
