@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import combinations, pairwise, permutations
 
 import numpy as np
@@ -48,6 +49,24 @@ class Group:
 
 
 @dataclass(frozen=True)
+class Pace:
+    """Prefix sums of a group's seconds, by [samples, layers]; only where the grid has such heights."""
+
+    forward: Seconds
+    backward: Seconds
+
+    @classmethod
+    def of(cls, weigher: Weigher, group: Group, samples: Table) -> Pace:
+        heights = sorted({int(b - a) for b in samples for a in samples if b > a})
+        shape = (heights[-1] + 1, len(weigher.costs.model.layers) + 1)
+        forward, backward = np.zeros(shape), np.zeros(shape)
+        for height in heights:
+            times = weigher.times.group(group.devices, group.weights, height)
+            forward[height], backward[height] = times.forward, times.backward
+        return cls(forward, backward)
+
+
+@dataclass(frozen=True)
 class Bounded:
     """A tiling, not yet simulated."""
 
@@ -83,15 +102,21 @@ def search_small(
 def _bounded(weigher: Weigher, micro_batches: int, schedule: str, best_s: float, most_shards: int) -> Iterator[Bounded]:
     height = -(-weigher.global_batch // micro_batches)
     samples = _lines(np.arange(height + 1, dtype=float))
+    paces: dict[tuple[object, ...], Pace] = {}
     for groups in _divisions(weigher, most_shards):
         share = max(1, height // len(groups))
         work = np.sum([weigher.times.group(g.devices, g.weights, share).both for g in groups], axis=0)
         layers = _lines(work)
         if len(groups) > (len(layers) - 1) * (len(samples) - 1):
             continue
+        for group in groups:
+            if group.like not in paces:
+                paces[group.like] = Pace.of(weigher, group, samples)
         for tilings in slicings(len(groups), len(layers) - 1, len(samples) - 1):
+            grid = Grid(layers, samples, tilings)
             for order in _orders(groups):
-                yield from _bound(weigher, tilings, order, layers, samples, micro_batches, schedule, best_s)
+                own = [paces[group.like] for group in order]
+                yield from _bound(weigher, grid, order, own, micro_batches, schedule, best_s)
 
 
 def _lines(work: Seconds) -> Table:
@@ -135,27 +160,41 @@ def _orders(groups: tuple[Group, ...]) -> Iterator[tuple[Group, ...]]:
             yield order
 
 
+@dataclass(frozen=True)
+class Grid:
+    """Tilings of one kind, in layers and samples."""
+
+    layers: Table
+    samples: Table
+    tilings: Slicings
+
+    @cached_property
+    def edges(self) -> tuple[Table, Table, Table, Table]:
+        """First layers, layers after the last, first samples, samples after the last, by [tiling, tile]."""
+        layers, samples = self.layers[self.tilings.layers], self.samples[self.tilings.samples]
+        return layers[:, :, 0], layers[:, :, 1], samples[:, :, 0], samples[:, :, 1]
+
+
 def _bound(
     weigher: Weigher,
-    tilings: Slicings,
+    grid: Grid,
     groups: tuple[Group, ...],
-    layers: Table,
-    samples: Table,
+    paces: Sequence[Pace],
     micro_batches: int,
     schedule: str,
     best_s: float,
 ) -> Iterator[Bounded]:
     """The tilings whose bound is below `best_s`."""
-    starts, stops = layers[tilings.layers[:, :, 0]], layers[tilings.layers[:, :, 1]]
-    tops, bottoms = samples[tilings.samples[:, :, 0]], samples[tilings.samples[:, :, 1]]
-    forward, backward = _durations(weigher, groups, starts, stops, bottoms - tops)
-    least = weigher.global_batch // int(samples[-1])
+    starts, stops, tops, bottoms = grid.edges
+    forward, backward = _durations(paces, starts, stops, bottoms - tops)
+    least = weigher.global_batch // int(grid.samples[-1])
     kept = np.flatnonzero(((forward + backward) * least).max(axis=1) < best_s)
     if not len(kept):
         return
     starts, stops, tops, bottoms = starts[kept], stops[kept], tops[kept], bottoms[kept]
     forward, backward = forward[kept], backward[kept]
-    bounds = _play(weigher, tilings.bridges, groups, (starts, stops, tops, bottoms), forward, backward, schedule)
+    edges = (starts, stops, tops, bottoms)
+    bounds = _play(weigher, grid.tilings.bridges, groups, edges, forward, backward, schedule)
     for i in np.flatnonzero(bounds < best_s):
         tiles = tuple(
             Tile(
@@ -168,18 +207,13 @@ def _bound(
         yield Bounded(float(bounds[i]), tiles, micro_batches, schedule)
 
 
-def _durations(
-    weigher: Weigher, groups: tuple[Group, ...], starts: Table, stops: Table, heights: Table
-) -> tuple[Seconds, Seconds]:
+def _durations(paces: Sequence[Pace], starts: Table, stops: Table, heights: Table) -> tuple[Seconds, Seconds]:
     """(forward, backward) seconds by tiling and tile."""
     forward, backward = np.zeros(starts.shape), np.zeros(starts.shape)
-    for tile, group in enumerate(groups):
-        for height in np.unique(heights[:, tile]):
-            rows = heights[:, tile] == height
-            times = weigher.times.group(group.devices, group.weights, int(height))
-            a, b = starts[rows, tile], stops[rows, tile]
-            forward[rows, tile] = times.forward[b] - times.forward[a]
-            backward[rows, tile] = times.backward[b] - times.backward[a]
+    for tile, pace in enumerate(paces):
+        h, a, b = heights[:, tile], starts[:, tile], stops[:, tile]
+        forward[:, tile] = pace.forward[h, b] - pace.forward[h, a]
+        backward[:, tile] = pace.backward[h, b] - pace.backward[h, a]
     return forward, backward
 
 
