@@ -29,6 +29,8 @@ STAGES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 """Numbers of stages that are tried with many devices; with up to 16, all are."""
 MOST_MICRO_BATCHES = 128
 MOST_SMALL_SIMULATIONS = 400
+MOST_COUNTS = 6
+"""Plans whose numbers of micro-batches the search over all tilings tries."""
 WORTH_IMPROVING = 1.15
 """Moving cuts rarely gains more than this."""
 
@@ -155,8 +157,9 @@ def search(space: SearchSpace) -> list[Candidate]:
 def _search_few(space: SearchSpace, known: Sequence[Candidate] | dict[Candidate, None]) -> list[Candidate]:
     best_s = min((c.step_s for c in known), default=inf)
     variants = []
+    promising = {c.micro_batches for c in sorted(known, key=lambda c: c.rank_key)[:MOST_COUNTS]}
     for micro_batches, schedule in space.variants:
-        counts = [micro_batches] if micro_batches else sorted({c.micro_batches for c in known} or {1, 2, 4, 8})
+        counts = [micro_batches] if micro_batches else sorted(promising or {1, 2, 4, 8})
         variants += [(m, schedule) for m in counts if m <= space.weigher.global_batch]
     found = search_small(space.weigher, variants, best_s, MOST_SMALL_SIMULATIONS, space.most_shards)
     if found:
