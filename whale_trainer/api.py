@@ -29,7 +29,7 @@ def make_plan(
 
     `cluster` and `strategy` are the sections of the YAML files, as objects or plain dicts. `example` is a batch of
     any size (as the DataLoader makes it), from which costs are derived; a model without `layers()` can do without one.
-    `profile` holds measured times (`load_profile` of what mode=calibrate wrote), which are preferred to the catalogue's.
+    `profile` holds measured times (`load_profile` of what mode=calibrate wrote), preferred to the catalogue's.
     Raises `ConfigError` for wrong sections, `PlanError` when no plan can do what was asked.
     """
     cluster = load_cluster(cluster) if isinstance(cluster, dict) else cluster
