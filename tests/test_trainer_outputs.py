@@ -186,9 +186,9 @@ def test_the_command_s_exit_code_is_settled_even_when_no_rank_wrote_a_summary(tm
     settle_summary(tmp_path, PLAN, 1)
     assert json.loads((tmp_path / "summary.json").read_text())["exit"] == 1
     write_summary(tmp_path, make_summary(PLAN, steps=5, exit_code=143))
-    settle_summary(tmp_path, PLAN, 130)
+    settle_summary(tmp_path, PLAN, 130, search_s=0.25)
     read = json.loads((tmp_path / "summary.json").read_text())
-    assert (read["steps"], read["exit"]) == (5, 130)
+    assert (read["steps"], read["exit"], read["search_s"]) == (5, 130, 0.25)
 
 
 class FakeRun:

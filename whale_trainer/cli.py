@@ -202,8 +202,7 @@ def start(planned: Planned, folder: Path) -> int:
         code = launch(planned.config, planned.plan, planned.spec, folder, devices=planned.devices)
     except (ConfigError, PlanError) as error:
         return refuse(error)
-    if code:
-        settle_summary(folder, planned.plan, code)
+    settle_summary(folder, planned.plan, code, search_s=planned.answer.search_s)
     return code
 
 

@@ -67,13 +67,15 @@ def write_summary(run_dir: str | os.PathLike[str], summary: Mapping[str, Any]) -
     return path
 
 
-def settle_summary(run_dir: str | os.PathLike[str], plan: Plan, exit_code: int) -> Path:
-    """Set the command's exit code in a run's summary, and write one if its ranks died before they could."""
+def settle_summary(
+    run_dir: str | os.PathLike[str], plan: Plan, exit_code: int, *, search_s: float | None = None
+) -> Path:
+    """Set what only the command knows in a run's summary, and write one if its ranks died before they could."""
     try:
         summary = json.loads(Path(run_dir, FILE).read_text())
     except (OSError, ValueError):
         summary = make_summary(plan)
-    return write_summary(run_dir, {**summary, "exit": exit_code})
+    return write_summary(run_dir, {**summary, "search_s": search_s, "exit": exit_code})
 
 
 def _finite(value: Any) -> Any:
