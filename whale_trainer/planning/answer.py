@@ -30,4 +30,6 @@ class Answer:
     """By rank, what a plan may fill of the device's memory."""
     alternatives: tuple[Alternative, ...] = ()
     """The best other plans, the fastest first."""
+    num_simulated: int = 0
+    """Plans that were simulated on the way."""
     search_s: float = 0.0

@@ -39,8 +39,12 @@ class Weigher:
     cluster: Cluster
     times: TimeModel
     global_batch: int
+    limit: int | None = None
+    """The most simulations; what comes after is not looked at."""
     weighed: dict[tuple[tuple[Tile, ...], int, str], Candidate | None] = field(default_factory=dict)
     num_simulated: int = 0
+    was_stopped: bool = False
+    """True when the limit kept a candidate from being looked at."""
 
     def __post_init__(self) -> None:
         self._usable = [usable_bytes(d.kind) for d in self.cluster.devices]
@@ -50,6 +54,9 @@ class Weigher:
         ordered = tuple(sorted(tiles, key=lambda t: (t.layers.start, t.samples.start)))
         key = (ordered, micro_batches, schedule)
         if key not in self.weighed:
+            if self.limit is not None and self.num_simulated >= self.limit:
+                self.was_stopped = True
+                return None
             plan = self.plan(ordered, micro_batches, schedule)
             candidate = None
             if self.fits(plan, ordered):

@@ -28,6 +28,7 @@ from whale_trainer.planning.search import Limits, SearchSpace, search
 from whale_trainer.planning.shares import Interval
 from whale_trainer.planning.strategy import PRESETS, Degrees, StrategySpec, load_strategy
 from whale_trainer.planning.times import LayerProfile, TimeModel
+from whale_trainer.validation import counted
 
 BASE_PRESETS = ("replicate", "hybrid", "pipeline", "split", "single")
 """What a base line of `strategy=auto` may choose from."""
@@ -101,6 +102,7 @@ def answer(
         memory,
         tuple(usable_bytes(kinds[d.kind]) for d in plan.devices),
         _alternatives(job, decision),
+        job.weigher.num_simulated,
         search_s,
     )
 
@@ -118,7 +120,8 @@ def _job(
         raise ConfigError([Problem("cluster.nodes", "auto has not been filled in with what is found on this machine")])
     costs = CostModel(model, precision_of(precision), optimizer_bytes_per_element)
     times = TimeModel(costs, cluster, profile)
-    return Job(model, cluster, strategy, global_batch, costs, times, Weigher(costs, cluster, times, global_batch))
+    weigher = Weigher(costs, cluster, times, global_batch, strategy.max_candidates)
+    return Job(model, cluster, strategy, global_batch, costs, times, weigher)
 
 
 def _decide(job: Job) -> _Decision:
@@ -210,8 +213,10 @@ def _base_line(job: Job, balance: str, decision: _Decision) -> Candidate | None:
     changes: dict[str, object] = {"balance": balance}
     if not job.strategy.is_auto and job.strategy.micro_batches == "auto":
         changes["micro_batches"] = decision.best.candidate.micro_batches
+    weigher = Weigher(job.costs, job.cluster, job.times, job.global_batch)
     try:
-        return _decide(replace(job, strategy=job.strategy.model_copy(update=changes))).best.candidate
+        other = replace(job, strategy=job.strategy.model_copy(update=changes), weigher=weigher)
+        return _decide(other).best.candidate
     except (ConfigError, PlanError):
         return None
 
@@ -240,7 +245,11 @@ def _settle(job: Job, found: Found) -> tuple[Plan, tuple[MemoryItems, ...]]:
 
 
 def _notes(job: Job, plan: Plan, notes: Sequence[str]) -> tuple[str, ...]:
+    found = list(notes)
     if job.strategy.is_auto and plan.left_out:
         used = f"{plan.num_ranks} of {len(job.cluster.devices)} devices"
-        return (*notes, f"{used} are used: the others would only slow the step down.")
-    return tuple(notes)
+        found.append(f"{used} are used: the others would only slow the step down.")
+    if job.weigher.was_stopped:
+        limit = counted(job.weigher.limit or 0, "plan")
+        found.append(f"The search stopped after {limit} (strategy.max_candidates): this is the best so far.")
+    return tuple(found)

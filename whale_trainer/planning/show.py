@@ -134,6 +134,8 @@ def figures(answer: Answer) -> tuple[str, ...]:
     if predicted.ideal_step_s:
         compared.append(f"{predicted.ideal_step_s / step_s:.0%} of the sum of the devices' speeds")
     lines.append(f"gain: {', '.join(compared)}")
+    if answer.num_simulated > 1:
+        lines.append(f"searched: {answer.num_simulated} plans simulated")
     for number, other in enumerate(answer.alternatives, 1):
         loss = f"{other.step_s / step_s - 1:+.1%}"
         lines.append(f"alternative {number}: {other.description}: {seconds(other.step_s)} a step ({loss})")

@@ -77,6 +77,10 @@ class StrategySpec(_Section):
     scopes: tuple[Scope, ...] = Field(
         default=(), strict=False, description="a list of {layers, replicate, split, stages}"
     )
+    max_candidates: int | None = Field(
+        default=None, ge=1, le=10**9, description="how many plans the search may simulate, from 1, or null"
+    )
+    """None: as many as the search's own limits allow. Not a time, so that the answer is the same on any machine."""
     left_over: Literal["refuse", "allow"] = "refuse"
     """Whether fixed degrees may leave devices of the cluster unused."""
 
