@@ -107,9 +107,17 @@ def test_mode_plan(tmp_path: Path) -> None:
     ended = command(tmp_path, "mode=plan", "model=gpt2_xl", "cluster=a100_h100", "hydra.run.dir=out/a b,c")
     assert ended.returncode == 0, ended.stderr
     folder = tmp_path / "out" / "a b,c"
-    assert sorted(p.name for p in folder.iterdir()) == ["config.yaml", "overrides.yaml", "plan.json", "summary.json"]
+    files = ("config.yaml", "overrides.yaml", "plan.json", "report.html", "summary.json", "timeline.json")
+    assert sorted(p.name for p in folder.iterdir()) == list(files)
     plan = json.loads((folder / "plan.json").read_text())
-    assert plan["predicted"]["step_s"] is None
+    predicted = plan["predicted"]
+    assert 0 < predicted["ideal_step_s"] < predicted["step_s"] <= predicted["even_step_s"]
+    assert 0 < predicted["bubble_fraction"] < 1
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["predicted_step_s"] == predicted["step_s"]
+    assert 0 < summary["search_s"] < 60
+    for line in ("predicted: ", "bound by: ", "gain: ", "report.html"):
+        assert line in ended.stdout
     assert {d["rank"] for d in plan["devices"]} == set(range(len(plan["devices"])))
     assert "cuts" in plan["tiles"][0]
     text = (folder / "config.yaml").read_text()
@@ -119,15 +127,29 @@ def test_mode_plan(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
-def test_mode_plan_loads_neither_lightning_nor_wandb(tmp_path: Path) -> None:
+def test_mode_plan_loads_neither_lightning_nor_wandb_nor_the_compiler(tmp_path: Path) -> None:
     code = (
         "import sys; from whale_trainer.cli import run; code = run(['mode=plan', 'hydra.run.dir=out']); "
-        "print(code, [m for m in ('pytorch_lightning', 'wandb') if m in sys.modules])"
+        "print(code, [m for m in ('pytorch_lightning', 'wandb', 'torch._dynamo') if m in sys.modules])"
     )
     ended = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=100, check=True
     )
     assert ended.stdout.splitlines()[-1] == "0 []"
+
+
+def test_mode_plan_says_why_nothing_fits(tmp_path: Path) -> None:
+    ended = command(tmp_path, "mode=plan", "strategy=auto", "model=gpt2_xl", "cluster=cpu_uneven")
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("PlanError: no plan of this model fits on this cluster.")
+    assert "GiB optimizer state" in ended.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_experiment_of_the_paper_tells_what_the_paper_measured(tmp_path: Path) -> None:
+    ended = command(tmp_path, "experiment=whale_fig17_bert_large", "hydra.run.dir=out")
+    assert ended.returncode == 0, ended.stderr
+    assert "the paper measured 1.45 (figure 17)" in ended.stdout
 
 
 SMALL = (
