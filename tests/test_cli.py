@@ -139,7 +139,7 @@ def test_mode_plan_loads_neither_lightning_nor_wandb_nor_the_compiler(tmp_path: 
 
 
 def test_mode_plan_says_why_nothing_fits(tmp_path: Path) -> None:
-    ended = command(tmp_path, "mode=plan", "strategy=auto", "model=gpt2_xl", "cluster=cpu_uneven")
+    ended = command(tmp_path, "mode=plan", "strategy=auto", "model=gpt2_xl", "cluster=cpu_uneven", "hydra.run.dir=out")
     assert ended.returncode == 2
     assert ended.stderr.startswith("PlanError: no plan of this model fits on this cluster.")
     assert "GiB optimizer state" in ended.stderr
