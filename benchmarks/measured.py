@@ -103,26 +103,26 @@ class Hardware:
             self.profiles.setdefault(key, {})[int(_of(entry, "micro_batch", where))] = entry
         links = _of(self.data, "links", "")
         self._curves = {c["name"]: c for c in _list(links, "curves", "links.")}
-        self._intra = {(c["gpu"], c["gpus"]): c["curve"] for c in _list(links, "intra_node", "links.")}
-        self._inter = {
-            (c["sender"], c["receiver"], c["pairs"]): c["curve"] for c in _list(links, "inter_node", "links.")
-        }
+        self._intra = {(c["gpu"], c["gpus"]): c["curve"] for c in links.get("intra_node") or ()}
+        self._inter = {(c["sender"], c["receiver"], c["pairs"]): c["curve"] for c in links.get("inter_node") or ()}
 
-    def _profile(self, gpu: str, degree: int) -> dict[int, Mapping[str, Any]]:
-        found = self.profiles.get((gpu, degree))
-        if found is None:
-            known = ", ".join(f"{g} x {d}" for g, d in sorted(self.profiles))
-            raise BadFileError(f"profiles: none of {gpu} with tensor_parallel {degree}; there are {known}")
-        return found
+    def _profile(self, gpu: str, degree: int) -> tuple[dict[int, Mapping[str, Any]], float]:
+        """The profile by micro-batch, and what its times are multiplied by: of a degree that was not profiled, the
+        nearest one that was, in proportion."""
+        known = sorted(d for g, d in self.profiles if g == gpu)
+        if not known:
+            raise BadFileError(f"profiles: none of {gpu}; there are {', '.join(sorted({g for g, _ in self.profiles}))}")
+        nearest = min(known, key=lambda d: (abs(math.log(d / degree)), d))
+        return self.profiles[gpu, nearest], nearest / degree
 
     def layer_s(self, gpu: str, degree: int, kind: str, micro_batch: float, key: str) -> float:
         """Seconds of a layer kind, forward or backward (`key`); between profiled micro-batches in proportion."""
-        table = self._profile(gpu, degree)
+        table, factor = self._profile(gpu, degree)
         sizes = sorted(table)
         largest = sizes[-1]
         per_sample = float(table[largest][key][kind]) / largest
         if micro_batch >= largest:
-            return per_sample * micro_batch
+            return factor * per_sample * micro_batch
         place = bisect_left(sizes, micro_batch)
         high = sizes[place]
         measured = float(table[high][key][kind])
@@ -131,11 +131,11 @@ class Hardware:
             below = float(table[low][key][kind])
             measured = below + (measured - below) * max(0.0, micro_batch - low) / max(1e-9, high - low)
         kernels_s = min(measured, per_sample * micro_batch)
-        return kernels_s + self.costs.launch_share * (measured - kernels_s)
+        return factor * (kernels_s + self.costs.launch_share * (measured - kernels_s))
 
     def optimizer_s(self, gpu: str, degree: int, num_bytes: float) -> float:
         """Seconds of the optimizer for parameters of so many bytes on each rank."""
-        entry = next(iter(self._profile(gpu, degree).values()))
+        entry = next(iter(self._profile(gpu, degree)[0].values()))
         return float(entry["optimizer_step_s"]) * num_bytes / float(entry["optimizer_step_parameter_bytes"])
 
     def _curve(self, name: str, pairs: int) -> Curve:

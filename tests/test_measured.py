@@ -116,13 +116,21 @@ def test_micro_batches_between_profiles_are_interpolated() -> None:
     assert hardware.layer_s("fast", 1, "block", 8, "forward_s") == pytest.approx(8e-3)
 
 
+def test_a_degree_without_a_profile_is_taken_from_the_nearest() -> None:
+    hardware = Hardware(small(), NOTHING)
+    assert hardware.layer_s("fast", 4, "block", 4, "forward_s") == pytest.approx(1e-3)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (lambda d: d.update(format="other/1"), "format is 'other/1', this reads measured-plans/1"),
         (lambda d: d.pop("profiles"), "the file has no profiles"),
         (lambda d: d.update(plans=[]), "plans is not a list with entries"),
-        (lambda d: d["plans"][0]["stages"][0]["replicas"][0].update(gpu="none"), "none of none with tensor_parallel 1"),
+        (
+            lambda d: d["plans"][0]["stages"][0]["replicas"][0].update(gpu="none"),
+            "profiles: none of none; there are fast, slow",
+        ),
         (lambda d: d["plans"][0].update(data_parallel=2), "data_parallel is 2, a stage has 1 replicas"),
         (lambda d: d["plans"][0].pop("measured"), "'measured'"),
     ],
