@@ -13,13 +13,12 @@ from whale_trainer.planning.times import TimeModel
 
 def ideal_step_s(times: TimeModel, global_batch: int) -> float:
     """Seconds of a step if all devices shared the work without any loss: the sum of their speeds, each with the whole
-    model and its part of the batch."""
-    count = len(times.cluster.devices)
+    model and as many samples at a time as suit it best."""
     rate = 0.0
     for name, number in Counter(d.kind.name for d in times.cluster.devices).items():
         device = next(d for d in times.cluster.devices if d.kind.name == name)
-        samples = max(1.0, global_batch / count)
-        rate += number * samples / float(times.group((device,), (1,), samples).both[-1])
+        counts = [1 << i for i in range(global_batch.bit_length())]
+        rate += number * max(n / float(times.group((device,), (1,), n).both[-1]) for n in counts)
     return global_batch / rate
 
 
