@@ -107,9 +107,11 @@ def _is_plain(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         and args[0].local.dim() == 2
         and isinstance(target, Tensor)
         and not target.is_floating_point()
-        and kwargs.get("weight") is None
+        # F.cross_entropy hands on all that it may be told, said or not
+        and all(kwargs.get(name) is None for name in ("weight", "size_average", "reduce"))
         and not kwargs.get("label_smoothing")
-        and set(kwargs) <= {"target", "ignore_index", "reduction", "weight", "label_smoothing"}
+        and set(kwargs)
+        <= {"target", "ignore_index", "reduction", "weight", "label_smoothing", "size_average", "reduce"}
     )
 
 
