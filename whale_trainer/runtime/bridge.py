@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from whale_trainer.errors import RankError
-from whale_trainer.planning.schedule import Message
+from whale_trainer.planning.schedule import Action, Message
 from whale_trainer.runtime.mesh import Mesh
 
 Boundary = Any
@@ -89,7 +90,8 @@ class Bridges:
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
-        self._sending: deque[tuple[dist.Work, Tensor]] = deque()
+        self._sending: dict[int, deque[tuple[Action, dist.Work, Tensor]]] = {}
+        """By rank that receives: the action that uses the tensor, and what is under way."""
         self._layouts: dict[tuple[Any, ...], Layout] = {}
 
     def layout(self, message: Message, training: bool) -> Layout | None:
@@ -106,7 +108,7 @@ class Bridges:
 
     def send(self, message: Message, tensors: list[Tensor | None], layout: Layout | None, training: bool) -> None:
         """Start sending the tensors (None ones excluded); `layout` is given for activations."""
-        self._collect()
+        self._drop_completed()
         if layout is not None:
             key = self._key(message, training)
             before = self._layouts.setdefault(key, layout)
@@ -125,7 +127,7 @@ class Bridges:
         group = self._mesh.channel(message.source_rank, message.target_rank)
         work = dist.isend(tensor, message.target_rank, group=group)
         assert work is not None
-        self._sending.append((work, tensor))
+        self._sending.setdefault(message.target_rank, deque()).append((message.consumer, work, tensor))
 
     def _send_layout(self, message: Message, layout: Layout) -> None:
         data = torch.frombuffer(bytearray(layout.encode()), dtype=torch.uint8).to(self._mesh.device)
@@ -153,12 +155,27 @@ class Bridges:
             assert work is not None
             arrival.works.append(work)
 
-    def _collect(self) -> None:
-        """Drop buffers whose sends are over."""
-        while self._sending and self._sending[0][0].is_completed():
-            self._sending.popleft()
+    def _drop_completed(self) -> None:
+        """Drop buffers whose sends are known to be over; gloo (torch 2.13) knows it only where they are waited for."""
+        for sending in self._sending.values():
+            while sending and sending[0][1].is_completed():
+                sending.popleft()
+
+    def arrived(self, message: Message, places: Mapping[Action, int]) -> None:
+        """A message has come, so the ranks of its tile have received what they used before it was made.
+
+        `places` are those of actions in the schedule. Those ranks run alike, so nothing here waits for long; nor for
+        ever, since what comes earlier in the schedule needs nothing of what this rank does later. Without this, gloo
+        would hold every tensor that was sent until the step is over.
+        """
+        place = places[message.producer]
+        for rank in self._mesh.plan.tiles[message.source_tile].ranks:
+            sending = self._sending.get(rank)
+            while sending and places[sending[0][0]] < place:
+                sending.popleft()[1].wait()
 
     def drain(self) -> None:
         """Wait for all sends."""
-        while self._sending:
-            self._sending.popleft()[0].wait()
+        for sending in self._sending.values():
+            while sending:
+                sending.popleft()[1].wait()

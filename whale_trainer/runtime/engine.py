@@ -54,6 +54,19 @@ class StepResult:
         return math.isfinite(self.grad_norm) and math.isfinite(self.loss_sum)
 
 
+@dataclass(frozen=True)
+class _Program:
+    """What this rank does for a batch of some size."""
+
+    instructions: tuple[Instruction, ...]
+    finals: Mapping[Action, list[nn.Parameter]]
+    """Which parameters each backward action completes."""
+    untouched: list[nn.Parameter]
+    """Those that none touches."""
+    places: Mapping[Action, int]
+    """Of all ranks' actions in the schedule."""
+
+
 class Engine:
     """Cuts `model` to this rank's part, in place, and runs the plan's steps on it.
 
@@ -118,11 +131,9 @@ class Engine:
         ranks = self.plan.tiles[tile].ranks
         return self.mesh.tensor_group(ranks) if len(ranks) > 1 else None
 
-    def _make_program(
-        self, batch_size: int, training: bool
-    ) -> tuple[tuple[Instruction, ...], Mapping[Action, list[nn.Parameter]], list[nn.Parameter]]:
-        """Instructions, which parameters each backward action completes, and those that none touches."""
-        program = lower(build_schedule(self.plan, batch_size, training=training), self.rank)
+    def _make_program(self, batch_size: int, training: bool) -> _Program:
+        schedule = build_schedule(self.plan, batch_size, training=training)
+        program = lower(schedule, self.rank)
         last: dict[int, Action] = {}
         trained: dict[int, nn.Parameter] = {id(p): p for p in self.sums.parameters}
         touched_by: dict[int, list[int]] = {i: [] for i in self.tiles}
@@ -138,7 +149,8 @@ class Engine:
         for key, action in last.items():
             if key in trained:
                 finals.setdefault(action, []).append(trained[key])
-        return program, finals, [p for key, p in trained.items() if key not in last]
+        untouched = [p for key, p in trained.items() if key not in last]
+        return _Program(program, finals, untouched, {action: i for i, action in enumerate(schedule.order)})
 
     def rows(self, batch_size: int) -> tuple[int, ...]:
         """Samples of a global batch that this rank reads: those of its tiles with the first or the last layer."""
@@ -150,13 +162,14 @@ class Engine:
         `batch` is this rank's `RankBatch`; `step` counts optimizer steps and feeds the dropout.
         """
         self._train(True)
-        program, finals, untouched = self._program(batch.size, True)
+        program = self._program(batch.size, True)
         planned = 2.0 ** round(math.log2(max(1.0, self._count_per_sample * batch.size)))
         self.sums.begin()
-        self.sums.settle(untouched)
+        self.sums.settle(program.untouched)
+        root_scale = self.precision.loss_scale / planned
         run = self._executor.run(
-            program,
-            Pass(batch.size, batch.rows, batch.samples, step, True, self.precision.loss_scale / planned, finals),
+            program.instructions,
+            Pass(batch.size, batch.rows, batch.samples, step, True, root_scale, program.finals, program.places),
         )
         self.sums.finish()
         totals = self._totals(run, self.sums.owned_square_sum())
@@ -206,9 +219,9 @@ class Engine:
 
     def _forward_only(self, batch: Any, *, keep_results: bool) -> Pass:
         self._train(False)
-        program, _, _ = self._program(batch.size, False)
-        run = Pass(batch.size, batch.rows, batch.samples, 0, False, 1.0, {}, keep_results=keep_results)
-        return self._executor.run(program, run)
+        program = self._program(batch.size, False)
+        run = Pass(batch.size, batch.rows, batch.samples, 0, False, 1.0, {}, program.places, keep_results=keep_results)
+        return self._executor.run(program.instructions, run)
 
     def _train(self, mode: bool) -> None:
         for tile in self.tiles.values():

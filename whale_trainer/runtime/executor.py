@@ -57,6 +57,8 @@ class Pass:
     root_scale: float
     """Factor on the loss sum before the backward pass."""
     finals: Mapping[Action, list[nn.Parameter]]
+    places: Mapping[Action, int]
+    """Of each action in the schedule."""
     loss_sum: float = 0.0
     count: float = 0.0
     saved: dict[tuple[int, int], tuple[list[Tensor | None], list[Tensor]]] = field(default_factory=dict)
@@ -164,6 +166,7 @@ class Executor:
             self._post(queue.popleft(), run)
         for work in arrival.works:
             work.wait()
+        self._bridges.arrived(message, run.places)
 
     def _collect(self, action: Action, inputs: tuple[Message, ...], run: Pass) -> list[Tensor | None]:
         """What the bridges bring for an action, put together along the samples."""
@@ -219,7 +222,8 @@ class Executor:
             outputs = []
         else:
             if tile.ranks[0] == self._rank:
-                run.totals.append((loss_sum.detach(), torch.as_tensor(count).detach()))
+                # copies: the storage of a loss may be as large as what it was summed from
+                run.totals.append((loss_sum.detach().clone(), torch.as_tensor(count).detach().clone()))
             outputs = [loss_sum * run.root_scale]
         if run.training:
             run.saved[action.tile, action.micro_batch] = (inputs, outputs)
