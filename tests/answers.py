@@ -87,7 +87,7 @@ def memory_of(plan: Plan, rank: int) -> MemoryItems:
         gradients=weights,
         optimizer_state=2 * weights,
         activations=activations,
-        buffers=25 << 20,
+        bucket_buffers=25 << 20,
     )
 
 

@@ -209,22 +209,26 @@ def start(planned: Planned, folder: Path) -> int:
 def make_plan_of(config: Config) -> Planned:
     """Describe the model on the meta device and plan; builds no model in memory. Raises `ConfigError`, `PlanError`."""
     from whale_trainer.cluster import load_cluster
-    from whale_trainer.describe import describe
+    from whale_trainer.describe import describe, optimizer_bytes
     from whale_trainer.devices import assign, found_cluster
     from whale_trainer.planning.planner import answer
     from whale_trainer.planning.profile import check_profile, with_measured_memory
+    from whale_trainer.runtime.footprint import device_type_of, with_footprints
 
     cluster = load_cluster(found_cluster()) if config.cluster.is_auto else config.cluster
-    spec = describe(_meta_model(config), example_batch(config))
+    precision, device_type = config.trainer.precision, device_type_of(cluster)
+    model, batch = _meta_model(config), example_batch(config)
+    spec = with_footprints(describe(model, batch), model, batch, precision=precision, device_type=device_type)
     if config.profile is not None:
-        check_profile(config.profile, spec, config.trainer.precision)
+        check_profile(config.profile, spec, precision)
         cluster = with_measured_memory(cluster, config.profile)
     found = answer(
         spec,
         cluster,
         config.strategy,
         global_batch=config.global_batch,
-        precision=config.trainer.precision,
+        precision=precision,
+        optimizer=optimizer_bytes(config.make_optimizer, device_type=device_type),
         profile=config.profile,
     )
     if config.profile is not None:

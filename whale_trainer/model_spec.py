@@ -6,6 +6,7 @@ reads which parameters exist, which layers use them and how each may be cut.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -92,6 +93,65 @@ class ParameterSpec:
 
 
 @dataclass(frozen=True)
+class Bytes:
+    """Bytes that grow with the samples of a micro-batch and, in a cut layer, with a rank's part of each dim."""
+
+    fixed: float = 0.0
+    each: float = 0.0
+    """For each sample."""
+    cut: tuple[tuple[SplitDim, float, float], ...] = ()
+    """(dim, fixed, for each sample) of what follows a dim, if a rank held the whole of it."""
+
+    def on(self, parts: Mapping[SplitDim, float]) -> tuple[float, float]:
+        """(fixed, for each sample) on a rank that holds these parts of the dims."""
+        fixed, each = self.fixed, self.each
+        for dim, more_fixed, more_each in self.cut:
+            fixed += more_fixed * parts.get(dim, 1.0)
+            each += more_each * parts.get(dim, 1.0)
+        return fixed, each
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What a layer holds in a micro-batch's forward and backward pass, beside parameters and its input.
+
+    A pass is told by its peaks: the most that is held is the largest of them, whichever that is for the samples at
+    hand. Gradients of parameters are in `first` as they come, in `later` only until they are added to those there are.
+    """
+
+    kept: Bytes = Bytes()
+    """From the forward pass to the backward pass, without input and output."""
+    casts: Bytes = Bytes()
+    """The part of `kept` that is low-precision copies of weights."""
+    kept_input: Bytes = Bytes()
+    """The part of the input that is kept as well."""
+    kept_output: Bytes = Bytes()
+    output: Bytes = Bytes()
+    """What goes to the next layer."""
+    output_gradient: Bytes = Bytes()
+    """What comes back from it."""
+    forward: tuple[Bytes, ...] = ()
+    """Peaks of the forward pass, with what it keeps and its output."""
+    first: tuple[Bytes, ...] = ()
+    """Peaks of a backward pass that finds no gradients, beyond all that is kept, with the output's gradient until it is
+    used."""
+    later: tuple[Bytes, ...] = ()
+    """Peaks of a backward pass that adds to gradients."""
+    first_held: tuple[Bytes, ...] = ()
+    """As `first`, but without the output's gradient, for where it is held all the time."""
+    later_held: tuple[Bytes, ...] = ()
+
+
+@dataclass(frozen=True)
+class LayerMemory:
+    """Footprints of a layer in one precision: whole, and as a tensor group's rank holds it (None: never cut)."""
+
+    precision: str
+    whole: Footprint
+    cut: Footprint | None = None
+
+
+@dataclass(frozen=True)
 class LayerSpec:
     """Costs of one layer for one sample. The backward pass costs twice the forward pass."""
 
@@ -111,6 +171,8 @@ class LayerSpec:
     """Bytes that the kernels without matrix products read and write in the forward pass of one sample."""
     num_kernels: int = 0
     """Kernels of a forward pass, whatever the number of samples."""
+    memory: LayerMemory | None = None
+    """What it holds while it runs, where that was measured."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +185,8 @@ class ModelSpec:
     splits: tuple[ModuleSplit, ...] = ()
     dropouts: tuple[tuple[str, int], ...] = ()
     """Each `nn.Dropout` by module name, with the last dim of what it receives in the uncut model."""
+    batch_bytes: float = 0.0
+    """Bytes of a sample of the batch."""
     can_be_cut: bool = True
     """False for a module without `layers()`: it is one layer that can only be replicated."""
 

@@ -20,7 +20,7 @@ from whale_trainer.planning.shares import Interval
 
 def cutting(flops: list[float], speeds: list[float], free: list[float] | None, samples: int = 1) -> Cutting:
     """One group of one device for each speed; equal ones are of one type."""
-    costs = CostModel(plain_spec(flops), PRECISIONS["32-true"], 8).tile((1,))
+    costs = CostModel(plain_spec(flops), PRECISIONS["32-true"]).tile((1,))
     work = np.cumsum([0.0, *flops]) * 3
     kinds = list(dict.fromkeys(zip(speeds, free or [inf] * len(speeds), strict=True)))
     counted = Counter(zip(speeds, free or [inf] * len(speeds), strict=True))

@@ -18,7 +18,7 @@ from whale_trainer.cluster import Cluster, load_cluster
 from whale_trainer.errors import ConfigError, PlanError
 from whale_trainer.model_spec import ModelSpec
 from whale_trainer.planning.costs import CostModel
-from whale_trainer.planning.memory import rank_memory
+from whale_trainer.planning.memory import CONTEXT_BYTES, rank_memory
 from whale_trainer.planning.plan import Plan, Shard, Tile
 from whale_trainer.planning.plan_times import PlanTimes
 from whale_trainer.planning.planner import answer, build_plan
@@ -257,7 +257,7 @@ def test_layers_move_to_where_memory_is() -> None:
 def test_a_colocated_scope_gets_what_the_other_leaves() -> None:
     model = gpt_spec(width=192, vocab_size=4096, tied=False)
     strategy = scopes({"layers": "head", "split": "auto", "colocate": True}, default={"replicate": 2})
-    tight = cpu_cluster([2, 2], memory_gib=[0.102, 1.0])
+    tight = cpu_cluster([2, 2], memory_gib=[0.095, 1.0])
     plan = build_plan(model, tight, strategy, global_batch=8)
     assert plan.tiles[-1].ranks == (0, 1)
     assert plan.tiles[-1].weights[0] < plan.tiles[-1].weights[1]
@@ -266,15 +266,15 @@ def test_a_colocated_scope_gets_what_the_other_leaves() -> None:
 def test_planned_memory_is_that_of_the_accounts() -> None:
     for name in PRESETS:
         plan = build_plan(gpt_spec(), cluster("v100_p100"), preset(name), global_batch=32)
-        items = rank_memory(plan, CostModel(gpt_spec(), PRECISIONS["32-true"], 8))
-        assert [d.planned_memory_bytes for d in plan.devices] == [i.total for i in items]
+        items = rank_memory(plan, CostModel(gpt_spec(), PRECISIONS["32-true"]))
+        assert [d.planned_memory_bytes for d in plan.devices] == [i.total + CONTEXT_BYTES for i in items]
 
 
 # ---- brute force ----
 
 
 def seconds_of(model: ModelSpec, hardware: Cluster, plan: Plan) -> float:
-    return simulate(plan, PlanTimes(plan, TimeModel(CostModel(model, PRECISIONS["32-true"], 8), hardware))).step_s
+    return simulate(plan, PlanTimes(plan, TimeModel(CostModel(model, PRECISIONS["32-true"]), hardware))).step_s
 
 
 def every_grid(plan: Plan, groups: list[tuple[int, ...]], replicas: int, stages: int) -> Iterator[Plan]:
@@ -602,3 +602,30 @@ def test_the_stage_with_the_widest_layer_is_accounted_for_with_it() -> None:
         planned = [d.planned_memory_bytes or 0 for d in plan.devices]
         assert planned[tile.ranks[0]] == max(planned)
         assert max(planned) >= (1 << 24) * 4
+
+
+# ---- the search's limits ----
+
+
+def test_a_limit_gives_the_best_so_far_and_says_so() -> None:
+    hardware = cluster("v100_p100")
+    free = answer(BIG, hardware, preset("auto", micro_batches="auto"), global_batch=64)
+    few = answer(BIG, hardware, preset("auto", micro_batches="auto", max_candidates=2), global_batch=64)
+    assert few.num_simulated <= 2 < free.num_simulated
+    assert few.timeline.step_s >= free.timeline.step_s
+    note = "The search stopped after 2 plans (strategy.max_candidates): this is the best so far."
+    assert note in few.plan.notes
+    assert not any("stopped" in n for n in free.plan.notes)
+
+
+def test_n05_repeated_layers_cost_little_and_plans_are_kept() -> None:
+    """Planning does not grow with the number of equal blocks as such, and gives the same plan again."""
+    spent = {}
+    for blocks in (12, 48, 96):
+        model = gpt_spec(width=1024, num_blocks=blocks, num_heads=16, vocab_size=8192, context=512)
+        found = answer(model, cluster("v100_p100_16"), preset("auto", micro_batches="auto"), global_batch=128)
+        spent[blocks] = found.search_s
+        again = answer(model, cluster("v100_p100_16"), preset("auto", micro_batches="auto"), global_batch=128)
+        assert again.plan == found.plan
+    assert spent[96] < 60
+    assert spent[96] < 4 * max(spent[48], 0.1)

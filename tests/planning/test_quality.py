@@ -92,7 +92,7 @@ def auto(micro_batches: int, balance: str = "hardware") -> Any:
 def ratio(seed: int) -> float | None:
     """The answer's step time against the best of all tilings; None when neither finds one that fits."""
     model, cluster, micro_batches = problem(seed)
-    costs = CostModel(model, PRECISIONS["32-true"], 8)
+    costs = CostModel(model, PRECISIONS["32-true"])
     shards = min((dim.units for layer in model.layers for dim in layer.split_dims), default=1)
     best_s, best = Enumerator(costs, cluster, micro_batches, HEIGHT, shards).best()
     try:

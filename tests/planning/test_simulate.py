@@ -86,7 +86,7 @@ def test_replicas_that_play_alike_are_played_once_and_all_drawn() -> None:
 
 
 def model_of(model: ModelSpec, hardware: Cluster) -> TimeModel:
-    return TimeModel(CostModel(model, PRECISIONS["32-true"], 8), hardware)
+    return TimeModel(CostModel(model, PRECISIONS["32-true"]), hardware)
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])

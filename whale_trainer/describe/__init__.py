@@ -9,3 +9,4 @@ from whale_trainer.describe.layers import model_loss as model_loss
 from whale_trainer.describe.layers import unsynchronised_norms as unsynchronised_norms
 from whale_trainer.describe.meta import build_on_meta as build_on_meta
 from whale_trainer.describe.model import describe as describe
+from whale_trainer.describe.optimizers import optimizer_bytes as optimizer_bytes

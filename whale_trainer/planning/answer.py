@@ -27,7 +27,7 @@ class Answer:
     memory: tuple[MemoryItems, ...]
     """By rank, item by item."""
     usable_bytes: tuple[int, ...]
-    """By rank, what a plan may fill of the device's memory."""
+    """By rank, what all items together may fill of the device's memory."""
     alternatives: tuple[Alternative, ...] = ()
     """The best other plans, the fastest first."""
     num_simulated: int = 0

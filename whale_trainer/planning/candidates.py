@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from whale_trainer.cluster import Cluster
 from whale_trainer.planning.costs import CostModel
-from whale_trainer.planning.memory import in_flight, usable_bytes
+from whale_trainer.planning.memory import flow_of, in_flight, rank_memory, usable_bytes
 from whale_trainer.planning.plan import Plan, PlannedDevice, Shard, Tile
 from whale_trainer.planning.plan_times import PlanTimes
 from whale_trainer.planning.shares import Interval
@@ -88,16 +88,25 @@ class Weigher:
         )
 
     def fits(self, plan: Plan, tiles: Sequence[Tile]) -> bool:
-        """Whether every rank's tiles fit; what several tiles of a rank share is counted for each."""
+        """Whether every rank's tiles fit."""
         needed: dict[int, float] = {}
+        # an upper bound first: what several tiles of a rank share counts for each, and where tiles are cut in several
+        # ways, all of them may sum their gradients over copies
+        copies = len({tile.weights for tile in tiles}) > 1
         for tile, flying in zip(tiles, in_flight(plan), strict=True):
+            flow = flow_of(plan, tile, flying)
             shards = self.costs.tile(tile.weights).shards
             for shard, index in zip(shards, tile.ranks, strict=True):
-                bytes_ = shard.memory(tile.layers.start, tile.layers.stop, len(tile.samples), flying)
+                bytes_ = shard.needs(*tile.layers, flow)
+                if copies:
+                    bytes_ += shard.state(*tile.layers).gradients
                 needed[index] = needed.get(index, 0.0) + bytes_
-                if needed[index] > self._usable[index]:
-                    return False
-        return True
+        if all(bytes_ <= self._usable[index] for index, bytes_ in needed.items()):
+            return True
+        if not copies and sum(len(tile.ranks) for tile in tiles) == len(needed):
+            return False
+        usable = [self._usable[index] for index in sorted(needed)]
+        return all(i.total <= room for i, room in zip(rank_memory(plan, self.costs), usable, strict=True))
 
 
 def describe_tiles(candidate: Candidate, num_layers: int) -> str:

@@ -2,48 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from typing import Any
 
-from whale_trainer.model_spec import LayerSpec, ModelSpec, ParameterSpec, SplitDim
-from whale_trainer.planning.pieces import BUCKET_BYTES
+import numpy as np
+
+from whale_trainer.model_spec import Cut, Footprint, LayerSpec, ModelSpec, ParameterSpec, SplitDim
+from whale_trainer.planning.footprints import Flow, Numbers, RangeMax, ShardFootprints, State, part_of, rough_footprint
+from whale_trainer.planning.items import MemoryItems as MemoryItems
 from whale_trainer.planning.precision import Precision
 from whale_trainer.planning.shares import cut_elements, cut_units
 
+Indices = np.ndarray[Any, np.dtype[np.int_]]
+Flags = np.ndarray[Any, np.dtype[np.bool_]]
+
 TRAINING_FACTOR = 3.0
 """A step's FLOPs against those of its forward pass: the backward pass is taken as twice the forward pass."""
-UNCUT_ACTIVATIONS = 1 / 3
-"""Part of a cut layer's saved activations that each shard holds whole: residual, norms and gathered outputs. In a
-decoder block these are 10 of 34 bytes per element (Korthikanti et al. 2022)."""
+SMALL_PARTS = 0.005
+"""What is added for scalars, and for memory that is taken in blocks, as part of all that comes and goes in a step."""
 
 
 @dataclass(frozen=True)
-class MemoryItems:
-    """What a rank's memory holds, in bytes."""
+class OptimizerBytes:
+    """What an optimizer needs beside weights and gradients, in bytes; by default AdamW on GPUs."""
 
-    parameters: float = 0
-    gradients: float = 0
-    optimizer_state: float = 0
-    cast_copy: float = 0
-    """Low-precision copy of the weights under autocast."""
-    activations: float = 0
-    """Kept for the backward pass, over all micro-batches in flight."""
-    buffers: float = 0
-    """What bridges and gradient buckets hold on the way."""
+    of_element: float = 8.0
+    """State of one fp32 weight; scales with the weight's bytes."""
+    of_parameter: float = 4.0
+    """State of a parameter whatever its size, such as the number of its steps."""
+    peak_of_all: float = 4.0
+    """What a step makes for a moment, for each fp32 element: on GPUs torch takes all parameters at once."""
+    peak_of_largest: float = 0.0
+    """As above for each element of the largest parameter, where they are taken one by one."""
 
-    @property
-    def total(self) -> int:
-        return round(sum(float(getattr(self, f.name)) for f in fields(self)))
 
-    def __add__(self, other: MemoryItems) -> MemoryItems:
-        return MemoryItems(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
-
-    def biggest(self, count: int = 3) -> list[tuple[str, float]]:
-        """The largest items, by name in words."""
-        named = [(f.name.replace("_", " "), getattr(self, f.name)) for f in fields(self)]
-        return sorted([n for n in named if n[1] > 0], key=lambda n: -n[1])[:count]
+ADAMW = OptimizerBytes()
 
 
 @dataclass(frozen=True)
@@ -52,8 +48,7 @@ class CostModel:
 
     model: ModelSpec
     precision: Precision
-    optimizer_bytes_per_element: int
-    """Optimizer state of one fp32 weight; scales with the weight's bytes."""
+    optimizer: OptimizerBytes = ADAMW
 
     @cached_property
     def _tiles(self) -> dict[tuple[int, ...], TileCosts]:
@@ -75,19 +70,90 @@ class CostModel:
         weight = self.precision.bytes_of(parameter)
         size = num_elements * weight
         trained = size if parameter.trainable else 0
-        return MemoryItems(
-            parameters=size,
-            gradients=trained,
-            optimizer_state=trained * self.optimizer_bytes_per_element / 4,
-            cast_copy=num_elements * self.precision.copy_bytes,
+        state = trained * self.optimizer.of_element / 4 + (self.optimizer.of_parameter if trained else 0.0)
+        return MemoryItems(parameters=size, gradients=trained, optimizer_state=state)
+
+    def footprint(self, index: int, weights: tuple[int, ...], shard: int) -> Footprint:
+        """What a layer holds on one shard: as it was measured in this precision, else a guess."""
+        layer, shares = self.model.layers[index], self.shares[index]
+        measured = layer.memory if layer.memory and layer.memory.precision == self.precision.name else None
+        whole = measured.whole if measured else self._rough[index]
+        if len(weights) == 1 or not layer.split_dims:
+            return whole
+        if measured and measured.cut:
+            return measured.cut
+        part = layer_part(shares, weights, shard)
+        key = (id(whole), part)
+        if key not in self._parts:
+            self._parts[key] = part_of(whole, part)
+        return self._parts[key]
+
+    @cached_property
+    def _parts(self) -> dict[tuple[int, float], Footprint]:
+        return {}
+
+    @cached_property
+    def _rough(self) -> tuple[Footprint, ...]:
+        elements = [0] * self.model.num_layers
+        for parameter in self.model.parameters:
+            for index in parameter.layers:
+                elements[index] += parameter.num_elements
+        factor, copy_bytes = self.precision.activation_factor, self.precision.copy_bytes
+        sizes = [
+            (layer.activation_bytes * factor, layer.boundary_bytes * factor, float(count * copy_bytes))
+            for layer, count in zip(self.model.layers, elements, strict=True)
+        ]
+        made = {key: rough_footprint(*key) for key in dict.fromkeys(sizes)}
+        return tuple(made[key] for key in sizes)
+
+    @cached_property
+    def table(self) -> ParameterTable:
+        """All parameters in columns."""
+        return ParameterTable.of(self)
+
+
+@dataclass(frozen=True)
+class ParameterTable:
+    """The parameters of a model in columns, so that a shard's part of all of them is a few operations on arrays."""
+
+    cuts: tuple[Cut, ...]
+    cut_of: Indices
+    """Which of the cuts; the number of cuts for a whole parameter."""
+    of_cut: Numbers
+    """Elements for each position along the cut dim."""
+    num_elements: Numbers
+    bytes_each: Numbers
+    is_trained: Numbers
+    """1 or 0."""
+    is_whole: Flags
+    is_tied: Flags
+    last_layer: Indices
+
+    @classmethod
+    def of(cls, costs: CostModel) -> ParameterTable:
+        parameters = costs.model.parameters
+        cuts = tuple(dict.fromkeys(p.cut for p in parameters if p.cut is not None))
+        places = {cut: i for i, cut in enumerate(cuts)}
+        lengths = [p.shape[p.cut.dim] if p.cut is not None else 1 for p in parameters]
+        return cls(
+            cuts,
+            np.array([places[p.cut] if p.cut is not None else len(cuts) for p in parameters], dtype=int),
+            np.array([p.num_elements // length for p, length in zip(parameters, lengths, strict=True)], dtype=float),
+            np.array([p.num_elements for p in parameters], dtype=float),
+            np.array([costs.precision.bytes_of(p) for p in parameters], dtype=float),
+            np.array([p.trainable for p in parameters], dtype=float),
+            np.array([p.cut is None for p in parameters], dtype=bool),
+            np.array([len(p.layers) > 1 for p in parameters], dtype=bool),
+            np.array([max(p.layers, default=0) for p in parameters], dtype=int),
         )
 
-    def boundary_bytes(self, start: int, stop: int, samples: int) -> float:
-        """Bridge buffers of a tile: the activations that come in and go out, and their gradients."""
-        layers = self.model.layers
-        incoming = layers[start - 1].boundary_bytes if start > 0 else 0
-        outgoing = layers[stop - 1].boundary_bytes if stop < len(layers) else 0
-        return 2.0 * samples * (incoming + outgoing) * self.precision.activation_factor
+    def elements(self, weights: tuple[int, ...], shard: int) -> Numbers:
+        """Of each parameter on one shard."""
+        if len(weights) == 1:
+            return self.num_elements
+        lengths = np.array([*(len(cut_elements(cut, weights, shard)) for cut in self.cuts), 1], dtype=float)
+        found: Numbers = self.of_cut * lengths[self.cut_of]
+        return found
 
 
 def shard_elements(parameter: ParameterSpec, weights: tuple[int, ...], shard: int) -> float:
@@ -127,46 +193,103 @@ def shard_flops(layer: LayerSpec, shares: DimShares, weights: tuple[int, ...], s
     return TRAINING_FACTOR * (layer.forward_flops - layer.split_flops * (1 - part))
 
 
-def shard_activations(layer: LayerSpec, shares: DimShares, weights: tuple[int, ...], shard: int) -> float:
-    """Bytes kept for the backward pass of one sample on one shard, in the model's own precision."""
-    if len(weights) == 1 or not shares:
-        return layer.activation_bytes
-    part = layer_part(shares, weights, shard)
-    return layer.activation_bytes * (UNCUT_ACTIVATIONS + (1 - UNCUT_ACTIVATIONS) * part)
+def dim_parts(dims: Sequence[SplitDim], weights: tuple[int, ...], shard: int) -> dict[SplitDim, float]:
+    """Part of each dim that one shard holds, in whole units."""
+    return {dim: len(cut_units(dim, weights)[shard]) / dim.units for dim in dims}
 
 
 class ShardCosts:
     """Prefix sums over the layers for one shard of a tile."""
 
     def __init__(self, costs: CostModel, weights: tuple[int, ...], shard: int) -> None:
-        layers = costs.model.layers
-        factor = costs.precision.activation_factor
-        pairs = list(zip(layers, costs.shares, strict=True))
+        model = costs.model
+        pairs = zip(model.layers, costs.shares, strict=True)
         self.costs = costs
         self.flops = _prefix([shard_flops(layer, shares, weights, shard) for layer, shares in pairs])
-        self._activations = _prefix([shard_activations(layer, d, weights, shard) * factor for layer, d in pairs])
-        state, gradients = [0.0] * len(layers), [0.0] * len(layers)
-        self._tied: list[tuple[tuple[int, ...], float, float]] = []
-        for parameter in costs.model.parameters:
-            items = costs.state_of(parameter, shard_elements(parameter, weights, shard))
-            if len(parameter.layers) > 1:
-                self._tied.append((parameter.layers, sum_of(items), items.gradients))
-            for layer in parameter.layers if len(parameter.layers) == 1 else ():
-                state[layer] += sum_of(items)
-                gradients[layer] += items.gradients
-        self._state, self._gradients = _prefix(state), _prefix(gradients)
+        table = costs.table
+        elements = table.elements(weights, shard)
+        size = elements * table.bytes_each
+        gradients = size * table.is_trained
+        optimizer = gradients * costs.optimizer.of_element / 4 + table.is_trained * costs.optimizer.of_parameter
+        is_own = ~table.is_tied
 
-    def memory(self, start: int, stop: int, samples: int, in_flight: int) -> float:
-        """Bytes that a rank with this shard alone needs."""
-        state = self._state[stop] - self._state[start]
+        def by_layer(values: Numbers, which: Any) -> list[float]:
+            return np.bincount(table.last_layer[which], values[which], model.num_layers).tolist()  # type: ignore[no-any-return]
+
+        self._parameters = _prefix(by_layer(size, is_own))
+        self._gradients = _prefix(by_layer(gradients, is_own))
+        self._optimizer = _prefix(by_layer(optimizer, is_own))
+        is_shared = is_own & table.is_whole & (len(weights) > 1)
+        self._shared = _prefix(by_layer(gradients, is_shared))
+        largest = np.zeros(model.num_layers)
+        np.maximum.at(largest, table.last_layer, gradients)
+        self._largest = RangeMax(largest)
+        self._tied = [
+            (model.parameters[i].layers, float(size[i]), float(gradients[i]), float(optimizer[i]))
+            for i in np.flatnonzero(table.is_tied)
+        ]
+        footprints = [costs.footprint(i, weights, shard) for i in range(model.num_layers)]
+        parts = dim_parts(model.split_dims(0, model.num_layers), weights, shard) if len(weights) > 1 else {}
+        self.footprints = ShardFootprints(footprints, parts, by_layer(gradients, slice(None)))
+
+    def state(self, start: int, stop: int) -> State:
+        """What does not depend on the batch."""
+        parameters = self._parameters[stop] - self._parameters[start]
         gradients = self._gradients[stop] - self._gradients[start]
-        for layers, tied_state, tied_gradients in self._tied:
-            if any(start <= layer < stop for layer in layers):
-                state += tied_state
-                gradients += tied_gradients
-        activations = self._activations[stop] - self._activations[start]
-        buffers = self.costs.boundary_bytes(start, stop, samples) + min(BUCKET_BYTES, gradients)
-        return state + activations * samples * in_flight + buffers
+        optimizer = self._optimizer[stop] - self._optimizer[start]
+        shared, tied, last_use = self._shared[stop] - self._shared[start], 0.0, start
+        for layers, *sizes in self._tied:
+            inside = [layer for layer in layers if start <= layer < stop]
+            if inside:
+                parameters += sizes[0]
+                gradients += sizes[1]
+                optimizer += sizes[2]
+                shared += sizes[1] if len(inside) < len(layers) else 0.0
+            if len(inside) > 1:
+                tied += sizes[1]
+                last_use = max(last_use, inside[-1])
+        return State(parameters, gradients, optimizer, shared, tied, last_use)
+
+    def moment(self, start: int, stop: int, flow: Flow, state: State) -> float:
+        """The most bytes of gradients, activations and all that is there for a moment."""
+        gradients = state.gradients
+        found = self.footprints.peak(start, stop, flow, state)
+        found += SMALL_PARTS * (found - gradients)
+        return max(found, gradients + self.optimizer_peak(start, stop, gradients))
+
+    def optimizer_peak(self, start: int, stop: int, gradients: float) -> float:
+        """Bytes that the optimizer's step makes for a moment, for this many bytes of gradients."""
+        optimizer, largest = self.costs.optimizer, max(0.0, self._largest.most(start, stop))
+        return (optimizer.peak_of_all * gradients + optimizer.peak_of_largest * largest) / 4
+
+    def batch(self, start: int, stop: int, flow: Flow) -> float:
+        """Bytes of the samples that a rank with the first or the last layer reads for a step."""
+        if start > 0 and stop < self.costs.model.num_layers:
+            return 0.0
+        return self.costs.model.batch_bytes * flow.samples * flow.micro_batches
+
+    def memory(
+        self,
+        start: int,
+        stop: int,
+        samples: int,
+        in_flight: int,
+        micro_batches: int | None = None,
+        *,
+        is_fresh: bool = False,
+    ) -> float:
+        """Bytes that a rank with this shard alone needs.
+
+        Without the number of micro-batches, what a step with more of them than are in flight needs.
+        """
+        return self.needs(start, stop, Flow(samples, in_flight, micro_batches or in_flight + 1, is_fresh))
+
+    def needs(self, start: int, stop: int, flow: Flow) -> float:
+        """As `memory`."""
+        state = self.state(start, stop)
+        return (
+            state.parameters + state.optimizer + self.batch(start, stop, flow) + self.moment(start, stop, flow, state)
+        )
 
 
 class TileCosts:
@@ -188,10 +311,6 @@ class TileCosts:
     def distinct(self, figures: tuple[float, ...]) -> list[tuple[ShardCosts, float]]:
         """Each different pair of a shard and its device's figure once."""
         return list(dict.fromkeys(zip(self.shards, figures, strict=True)))
-
-
-def sum_of(items: MemoryItems) -> float:
-    return items.parameters + items.gradients + items.optimizer_state + items.cast_copy
 
 
 def _prefix(values: list[float]) -> list[float]:

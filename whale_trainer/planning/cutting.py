@@ -89,6 +89,19 @@ class StageTable:
             self._limits[key] = low
         return self._limits[key]
 
+    def _limits_of(self, samples: int, in_flight: int) -> list[int]:
+        """`limit` of each layer; as a rule one layer less at the start lets a stage reach further."""
+        found: list[int] = []
+        for layer in range(self.layers.start, self.layers.stop + 1):
+            reached = max(found[-1], layer) if found else layer
+            if reached > layer and not self.fits(Interval(layer, reached), samples, in_flight):
+                reached = self.limit(layer, samples, in_flight)
+            else:
+                while reached < self.layers.stop and self.fits(Interval(layer, reached + 1), samples, in_flight):
+                    reached += 1
+            found.append(reached)
+        return found
+
     def within_memory(self, samples: int, in_flight: int) -> Seconds:
         """`times`, with inf for stages that do not fit."""
         if self.free is None:
@@ -96,7 +109,7 @@ class StageTable:
         key = (samples, in_flight)
         if key not in self._masked:
             start, stop = self.layers
-            limits = np.array([self.limit(layer, samples, in_flight) - start for layer in range(start, stop + 1)])
+            limits = np.array(self._limits_of(samples, in_flight)) - start
             columns = np.arange(stop - start + 1)
             self._masked[key] = np.where(columns[None, :] <= limits[:, None], self.times, inf)
         return self._masked[key]

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import inf
 
 from whale_trainer.device_kinds import GIB, DeviceKind
 from whale_trainer.errors import PlanError
-from whale_trainer.planning.costs import CostModel, MemoryItems, shard_activations, shard_elements
+from whale_trainer.model_spec import ModelSpec, ParameterSpec
+from whale_trainer.planning.costs import CostModel, MemoryItems, shard_elements
+from whale_trainer.planning.footprints import Flow, State
 from whale_trainer.planning.load import tile_depths
-from whale_trainer.planning.pieces import BUCKET_BYTES
 from whale_trainer.planning.plan import Plan, PlannedDevice, Tile
+from whale_trainer.planning.schedule import Op, Schedule, build_schedule
 from whale_trainer.planning.shares import Interval, cut_elements
 from whale_trainer.validation import counted
 
@@ -18,9 +21,14 @@ CONTEXT_BYTES = GIB // 2
 """What the CUDA context and its libraries take on each GPU before the first tensor."""
 
 
+def framework_bytes(kind: DeviceKind) -> int:
+    """What is taken on a device before the first tensor."""
+    return CONTEXT_BYTES if kind.is_gpu else 0
+
+
 def usable_bytes(kind: DeviceKind) -> int:
     """Memory of a device that a plan may fill."""
-    return kind.memory_bytes - (CONTEXT_BYTES if kind.is_gpu else 0)
+    return kind.memory_bytes - framework_bytes(kind)
 
 
 def in_flight(plan: Plan) -> tuple[int, ...]:
@@ -33,6 +41,13 @@ def in_flight(plan: Plan) -> tuple[int, ...]:
     return tuple(min(plan.micro_batches, depth) for depth in tile_depths(plan))
 
 
+def flow_of(plan: Plan, tile: Tile, flying: int) -> Flow:
+    """How micro-batches pass through a tile of the plan, with this many in flight."""
+    micro_batches = len(plan.micro_batches_of(plan.global_batch))
+    is_alone = len(tile.samples) == plan.micro_batch_size
+    return Flow(len(tile.samples), min(flying, micro_batches), micro_batches, is_alone)
+
+
 def rank_memory(plan: Plan, costs: CostModel) -> tuple[MemoryItems, ...]:
     """What each rank holds; a parameter that several tiles of a rank use is there once."""
     flying = in_flight(plan)
@@ -40,56 +55,169 @@ def rank_memory(plan: Plan, costs: CostModel) -> tuple[MemoryItems, ...]:
     for index, tile in enumerate(plan.tiles):
         for rank in tile.ranks:
             held[rank].append(index)
+    others = _others(plan, costs.model)
+    schedule = build_schedule(plan, plan.global_batch) if any(len(indices) > 1 for indices in held) else None
     known: dict[tuple[object, ...], MemoryItems] = {}
     found = []
     for rank, indices in enumerate(held):
         tiles = [plan.tiles[i] for i in indices]
-        counts = [flying[i] for i in indices]
-        # ranks that do the same need the same; large plans have few different ones
-        key = tuple(
-            (t.layers, len(t.samples), t.weights, t.shard_of(rank), n) for t, n in zip(tiles, counts, strict=True)
+        parts = tuple(
+            _Part(t.layers, t.weights, t.shard_of(rank), flow_of(plan, t, flying[i]), others[t.layers, t.weights])
+            for i, t in zip(indices, tiles, strict=True)
         )
+        moments: Sequence[Moment] = [(0, (parts[0].flow.in_flight,))]
+        if schedule is not None and len(parts) > 1:
+            moments = _moments(schedule, rank, indices)
+        # ranks that do the same need the same; large plans have few different ones
+        key = (parts, tuple(moments))
         if key not in known:
-            known[key] = _one_rank(tiles, counts, costs, rank)
+            known[key] = _one_rank(parts, moments, costs)
         found.append(known[key])
     return tuple(found)
 
 
-def _one_rank(tiles: Sequence[Tile], flying: Sequence[int], costs: CostModel, rank: int) -> MemoryItems:
-    items = _state(tiles, costs, rank)
-    activations = buffers = 0.0
-    for tile, count in zip(tiles, flying, strict=True):
-        shard, samples = tile.shard_of(rank), len(tile.samples)
-        layers = range(*tile.layers)
-        each = sum(shard_activations(costs.model.layers[i], costs.shares[i], tile.weights, shard) for i in layers)
-        activations += each * costs.precision.activation_factor * samples * count
-        buffers += costs.boundary_bytes(*tile.layers, samples)
-    buffers += min(BUCKET_BYTES, items.gradients)
-    return replace(items, activations=activations, buffers=buffers)
+def _moments(schedule: Schedule, rank: int, indices: Sequence[int]) -> list[Moment]:
+    """What happens on a rank with several tiles, each once."""
+    places = {tile: place for place, tile in enumerate(indices)}
+    flying = [0] * len(indices)
+    found: dict[Moment, None] = {}
+    for action in schedule.actions_of(rank):
+        place = places[action.tile]
+        flying[place] += action.op is Op.FORWARD
+        found[place, tuple(flying)] = None
+        flying[place] -= action.op is Op.BACKWARD
+    return list(found)
 
 
-def _state(tiles: Sequence[Tile], costs: CostModel, rank: int) -> MemoryItems:
+Moment = tuple[int, tuple[int, ...]]
+"""Which of a rank's tiles is at work, and the micro-batches in flight on each."""
+Sort = tuple[Interval, tuple[int, ...]]
+"""Layers and weights of a tile."""
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What a rank holds of one tile."""
+
+    layers: Interval
+    weights: tuple[int, ...]
+    shard: int
+    flow: Flow
+    others: tuple[Sort, ...]
+    """Tiles that cut some of its parameters in another way."""
+
+
+def _others(plan: Plan, model: ModelSpec) -> dict[Sort, tuple[Sort, ...]]:
+    """For each sort of tile those that use some of the same parameters and are cut otherwise."""
+    sorts = list(dict.fromkeys((t.layers, t.weights) for t in plan.tiles))
+    tied = [p.layers for p in model.parameters if len(p.layers) > 1]
+
+    def meet(a: Interval, b: Interval) -> bool:
+        is_tied = any(any(x in range(*a) for x in layers) and any(x in range(*b) for x in layers) for layers in tied)
+        return bool(len(a.intersect(b))) or is_tied
+
+    return {
+        (layers, weights): tuple((o, cut) for o, cut in sorts if cut != weights and meet(layers, o))
+        for layers, weights in sorts
+    }
+
+
+def _one_rank(parts: Sequence[_Part], moments: Sequence[tuple[int, tuple[int, ...]]], costs: CostModel) -> MemoryItems:
+    shards = [costs.tile(p.weights).shards[p.shard] for p in parts]
+    items = _items(shards[0].state(*parts[0].layers)) if len(parts) == 1 else _state(parts, costs)
+    held = [s.footprints.held(*p.layers, p.flow.samples) for p, s in zip(parts, shards, strict=True)]
+    waiting = [s.footprints.buffers(*p.layers, p.flow) for p, s in zip(parts, shards, strict=True)]
+    peak, flying = -inf, moments[0][1]
+    for at_work, counts in moments:
+        part, shard = parts[at_work], shards[at_work]
+        state = shard.state(*part.layers)
+        flow = part.flow._replace(in_flight=counts[at_work])
+        above = shard.moment(*part.layers, flow, state) - held[at_work] * counts[at_work] - state.gradients
+        # while one tile is at work, the others hold what they have in flight, and what waits for them
+        total = sum(h * c for h, c in zip(held, counts, strict=True)) + above + sum(waiting) - waiting[at_work]
+        if total > peak:
+            peak, flying = total, counts
+    peak = max(peak, *(s.optimizer_peak(*p.layers, items.gradients) for p, s in zip(parts, shards, strict=True)))
+    activations = sum(h * c for h, c in zip(held, flying, strict=True))
+    casts = sum(s.footprints.casts(*p.layers) * c for p, s, c in zip(parts, shards, flying, strict=True))
+    temporary = peak - activations - sum(waiting)
+    return replace(
+        items,
+        cast_copy=casts,
+        # where the peak comes before all gradients are there, they take the place of activations
+        activations=activations - casts + min(0.0, temporary),
+        temporary_peak=max(0.0, temporary),
+        bridge_buffers=sum(waiting),
+        bucket_buffers=_bucket_copies(parts, costs),
+        batch=sum(s.batch(*p.layers, p.flow) for p, s in zip(parts, shards, strict=True)),
+    )
+
+
+def _items(state: State) -> MemoryItems:
+    return MemoryItems(state.parameters, state.gradients, state.optimizer)
+
+
+def _bucket_copies(parts: Sequence[_Part], costs: CostModel) -> float:
+    """Bytes of the gradients that other ranks share in parts only, so that they are copied to buckets and back."""
+    found = 0.0
+    if not any(part.others for part in parts):
+        return found
+    for parameter in costs.model.parameters:
+        if parameter.cut is None or not parameter.trainable:
+            continue
+        for part in parts:
+            if not _uses(parameter, part.layers):
+                continue
+            own = cut_elements(parameter.cut, part.weights, part.shard)
+            cuts = {weights for layers, weights in part.others if len(weights) > 1 and _uses(parameter, layers)}
+            edges = {
+                edge
+                for weights in cuts
+                for shard in range(len(weights))
+                for edge in cut_elements(parameter.cut, weights, shard)
+            }
+            if any(own.start < edge < own.stop for edge in edges):
+                count = shard_elements(parameter, part.weights, part.shard)
+                found += costs.state_of(parameter, count).gradients
+                break
+    return found
+
+
+def _uses(parameter: ParameterSpec, layers: Interval) -> bool:
+    return any(layers.start <= x < layers.stop for x in parameter.layers)
+
+
+def _state(parts: Sequence[_Part], costs: CostModel) -> MemoryItems:
+    """What does not depend on the batch."""
     items = MemoryItems()
     for parameter in costs.model.parameters:
-        users = [t for t in tiles if any(t.layers.start <= x < t.layers.stop for x in parameter.layers)]
+        users = [p for p in parts if _uses(parameter, p.layers)]
         if len(users) == 1 or (users and parameter.cut is None):
-            count = shard_elements(parameter, users[0].weights, users[0].shard_of(rank))
+            count = shard_elements(parameter, users[0].weights, users[0].shard)
         elif users and parameter.cut is not None:
             size = parameter.shape[parameter.cut.dim]
-            parts = [cut_elements(parameter.cut, t.weights, t.shard_of(rank)) for t in users]
-            count = _union(parts) * (parameter.num_elements / size)
+            count = _union([cut_elements(parameter.cut, p.weights, p.shard) for p in users])
+            count *= parameter.num_elements / size
         else:
             continue
         items += costs.state_of(parameter, count)
     return items
 
 
-def _union(parts: Sequence[Interval]) -> int:
+def _union(parts: Sequence[Interval]) -> float:
     total = reached = 0
     for part in sorted(parts):
         total += max(0, part.stop - max(part.start, reached))
         reached = max(reached, part.stop)
     return total
+
+
+def with_framework(
+    plan: Plan, items: Sequence[MemoryItems], kinds: Mapping[str, DeviceKind]
+) -> tuple[MemoryItems, ...]:
+    """The items with what each rank's device needs besides, by the names of kinds."""
+    bases = [framework_bytes(kinds[d.kind]) for d in plan.devices]
+    return tuple(replace(i, framework=base) for i, base in zip(items, bases, strict=True))
 
 
 def with_memory(plan: Plan, items: Sequence[MemoryItems]) -> Plan:

@@ -16,9 +16,9 @@ from whale_trainer.model_spec import ModelSpec
 from whale_trainer.planning.answer import Alternative, Answer
 from whale_trainer.planning.bounds import bound_by, ideal_step_s
 from whale_trainer.planning.candidates import Candidate, Weigher, describe_tiles
-from whale_trainer.planning.costs import CostModel, MemoryItems
+from whale_trainer.planning.costs import ADAMW, CostModel, MemoryItems, OptimizerBytes
 from whale_trainer.planning.job import Job
-from whale_trainer.planning.memory import check_memory, rank_memory, usable_bytes, with_memory
+from whale_trainer.planning.memory import check_memory, rank_memory, usable_bytes, with_framework, with_memory
 from whale_trainer.planning.moves import improve
 from whale_trainer.planning.plan import Plan, Prediction
 from whale_trainer.planning.precision import check_dtype, precision_of
@@ -52,11 +52,11 @@ def build_plan(
     *,
     global_batch: int,
     precision: str = "32-true",
-    optimizer_bytes_per_element: int = 8,
+    optimizer: OptimizerBytes = ADAMW,
     profile: LayerProfile | None = None,
 ) -> Plan:
     """The plan of `answer` alone, without base lines and prediction."""
-    job = _job(model, cluster, strategy, global_batch, precision, optimizer_bytes_per_element, profile)
+    job = _job(model, cluster, strategy, global_batch, precision, optimizer, profile)
     return _settle(job, _decide(job).best)[0]
 
 
@@ -67,7 +67,7 @@ def answer(
     *,
     global_batch: int,
     precision: str = "32-true",
-    optimizer_bytes_per_element: int = 8,
+    optimizer: OptimizerBytes = ADAMW,
     profile: LayerProfile | None = None,
 ) -> Answer:
     """The plan that the strategy gives on this cluster, what its step is expected to take, and what else was weighed.
@@ -75,7 +75,7 @@ def answer(
     Deterministic. Raises `ConfigError` or `PlanError`, with the numbers and a remedy, when there is no such plan.
     """
     begin = time.perf_counter()
-    job = _job(model, cluster, strategy, global_batch, precision, optimizer_bytes_per_element, profile)
+    job = _job(model, cluster, strategy, global_batch, precision, optimizer, profile)
     decision = _decide(job)
     search_s = time.perf_counter() - begin
     base = {balance: _base_line(job, balance, decision) for balance in ("even", "whale")}
@@ -100,7 +100,7 @@ def answer(
         replace(plan, predicted=predicted),
         timeline,
         memory,
-        tuple(usable_bytes(kinds[d.kind]) for d in plan.devices),
+        tuple(kinds[d.kind].memory_bytes for d in plan.devices),
         _alternatives(job, decision),
         job.weigher.num_simulated,
         search_s,
@@ -113,12 +113,12 @@ def _job(
     strategy: StrategySpec,
     global_batch: int,
     precision: str,
-    optimizer_bytes_per_element: int,
+    optimizer: OptimizerBytes,
     profile: LayerProfile | None,
 ) -> Job:
     if cluster.is_auto:
         raise ConfigError([Problem("cluster.nodes", "auto has not been filled in with what is found on this machine")])
-    costs = CostModel(model, precision_of(precision), optimizer_bytes_per_element)
+    costs = CostModel(model, precision_of(precision), optimizer)
     times = TimeModel(costs, cluster, profile)
     weigher = Weigher(costs, cluster, times, global_batch, strategy.max_candidates)
     return Job(model, cluster, strategy, global_batch, costs, times, weigher)
@@ -241,6 +241,7 @@ def _settle(job: Job, found: Found) -> tuple[Plan, tuple[MemoryItems, ...]]:
     items = rank_memory(plan, job.costs)
     kinds = {d.kind.name: d.kind for d in job.cluster.devices}
     check_memory(plan, items, [usable_bytes(kinds[d.kind]) for d in plan.devices])
+    items = with_framework(plan, items, kinds)
     return with_memory(plan, items), items
 
 

@@ -179,7 +179,7 @@ def _lay_out(
             flying = setting.in_flight(stage_position, layout.num_stages, after[position])
             for shard, device in enumerate(stage.group.devices):
                 costs = job.costs.tile(stage.weights).shards[shard]
-                free[device.index] -= costs.memory(stage.layers.start, stage.layers.stop, samples, flying)
+                free[device.index] -= costs.memory(*stage.layers, samples, flying, setting.micro_batches)
     return [(sections[position], found[position]) for position in range(len(sections))]
 
 

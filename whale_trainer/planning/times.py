@@ -212,7 +212,7 @@ class TimeModel:
             measured = self.profile.optimizer_s(kind.name, num_elements)
             if measured is not None:
                 return measured
-        per_element = 3 * 4 + 2 * self.costs.optimizer_bytes_per_element
+        per_element = 3 * 4 + 2 * self.costs.optimizer.of_element
         return num_elements * per_element / kind.memory_bandwidth_bytes_per_s + KERNEL_S
 
 

@@ -150,6 +150,6 @@ def _usage(setting: Setting, group: Group, layers: Interval, samples: int, stage
     shards = setting.costs.tile(_weights(group)).shards
     flying = setting.in_flight(stage, num_stages, 0)
     return max(
-        shard.memory(layers.start, layers.stop, samples, flying) / max(1.0, setting.free(device))
+        shard.memory(layers.start, layers.stop, samples, flying, setting.micro_batches) / max(1.0, setting.free(device))
         for shard, device in zip(shards, group.devices, strict=True)
     )

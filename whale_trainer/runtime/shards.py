@@ -169,7 +169,7 @@ class ShardBuilder:
         if group is not None:
             for split in self._spec.splits:
                 if tile.layers.start <= split.layer < tile.layers.stop:
-                    _cut_module(memo[id(self._modules[split.module])], split, tile, tile.shard_of(self._rank), group)
+                    cut_module(memo[id(self._modules[split.module])], split, tile, tile.shard_of(self._rank), group)
         return TileLayers(list(root), views)
 
     def _replace_dropouts(self, root: nn.Module, tile: Tile, memo: dict[int, Any]) -> None:
@@ -198,7 +198,7 @@ class ShardBuilder:
         return None
 
 
-def _cut_module(module: nn.Module, split: ModuleSplit, tile: Tile, shard: int, group: dist.ProcessGroup) -> None:
+def cut_module(module: nn.Module, split: ModuleSplit, tile: Tile, shard: int, group: dist.ProcessGroup) -> None:
     """Give the copied `module`, whose weights are this rank's part already, the collectives at its edges."""
     if split.kind is SplitKind.PARTIAL:
         return
