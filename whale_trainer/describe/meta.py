@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib import import_module
 from types import ModuleType
 from typing import Any
 
@@ -34,62 +33,26 @@ class _NoFirstValues(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-_COMPILER = "torch._dynamo"
-_SYMBOLIC_SIZES = "torch.fx.experimental.symbolic_shapes"
-
-
 @contextmanager
 def without_compiler() -> Iterator[None]:
-    """Keeps torch's compiler and its algebra of symbolic sizes from being imported, which takes three seconds.
+    """Keeps torch's compiler from being imported, which takes two seconds.
 
     On the meta device many operators run torch's reference code, whose functions ask the compiler, once each, for a
-    form of themselves that it leaves alone, and ask of sizes whether they are known. Nothing is compiled here and sizes
-    are plain numbers, so each function is as good as that form; when the block ends, all is as before.
+    form of themselves that it leaves alone. Nothing is compiled here, so each function is as good as that form; when
+    the block ends, all is as before.
     """
-    if _COMPILER in sys.modules:
+    if "torch._dynamo" in sys.modules:
         yield
         return
-    compiler = _NoCompiler(_COMPILER)
-    stand_ins: dict[str, ModuleType] = {_COMPILER: compiler}
-    if _SYMBOLIC_SIZES not in sys.modules:
-        stand_ins[_SYMBOLIC_SIZES] = _PlainSizes(_SYMBOLIC_SIZES)
-    sys.modules.update(stand_ins)
+    stand_in = _NoCompiler("torch._dynamo")
+    sys.modules["torch._dynamo"] = stand_in
     try:
         yield
     finally:
-        for name, stand_in in stand_ins.items():
-            if sys.modules.get(name) is stand_in:
-                del sys.modules[name]
-        for function in compiler.asked:
+        if sys.modules.get("torch._dynamo") is stand_in:
+            del sys.modules["torch._dynamo"]
+        for function in stand_in.asked:
             vars(function).pop("__dynamo_disable", None)
-
-
-class _PlainSizes(ModuleType):
-    """Answers for sizes that are numbers; for anything else the real module takes its place."""
-
-    @staticmethod
-    def expect_true(condition: Any, *_: Any) -> bool:
-        return bool(condition)
-
-    guard_or_false = guard_or_true = guard_size_oblivious = statically_known_true = expect_true
-
-    @staticmethod
-    def sym_or(*conditions: Any) -> bool:
-        return any(conditions)
-
-    @staticmethod
-    def sym_and(*conditions: Any) -> bool:
-        return all(conditions)
-
-    @staticmethod
-    def free_unbacked_symbols(_: Any) -> frozenset[Any]:
-        return frozenset()
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        sys.modules.pop(_SYMBOLIC_SIZES, None)
-        return getattr(import_module(_SYMBOLIC_SIZES), name)
 
 
 class _NoCompiler(ModuleType):
