@@ -321,7 +321,7 @@ def test_any_grid_is_as_good_as_brute_force(flops: list[float], degrees: tuple[i
     groups = [(rank,) for rank in range(replicas * stages)]
     best = min(seconds_of(model, hardware, other) for other in every_grid(plan, groups, replicas, stages))
     # a pipeline with as few micro-batches as stages depends on more than its slowest stage and their sum
-    assert seconds_of(model, hardware, plan) <= best * (1.06 if stages > 2 else 1.01)
+    assert seconds_of(model, hardware, plan) <= best * (1.06 if stages > 1 else 1.01)
 
 
 # ---- what holds for every plan ----

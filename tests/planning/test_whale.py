@@ -41,7 +41,7 @@ def test_an_overflow_is_shifted_to_the_least_busy() -> None:
     room = [3, 10, 10]
     assert shift_loads([6, 2, 1], [3.0, 2.0, 1.0], lambda i, n: n / room[i]) == [3, 2, 4]
     # partial shifts count: what one cannot take goes to the next
-    assert shift_loads([6, 2, 1], [3.0, 2.0, 1.0], lambda i, n: n / [3, 10, 2][i]) == [3, 4, 2]
+    assert shift_loads([6, 2, 1], [3.0, 2.0, 1.0], lambda i, n: n / [3, 4, 2][i]) == [3, 4, 2]
     assert shift_loads([6, 2, 1], [3.0, 2.0, 1.0], lambda i, n: n / [3, 2, 2][i]) is None
 
 
