@@ -292,3 +292,10 @@ def test_framework_base_of_gpus() -> None:
     name = plan.devices[0].kind
     assert with_framework(plan, items, {name: gpu})[0].total == 10 + CONTEXT_BYTES
     assert with_framework(plan, items, {name: cpu})[0].total == 10
+
+
+def test_measured_free_memory_limits_what_a_plan_may_fill() -> None:
+    kind = cpu_cluster([1], memory_gib=2.0).devices[0].kind
+    assert usable_bytes(kind) == 2 << 30
+    assert usable_bytes(kind.model_copy(update={"free_bytes": 1 << 30})) == 1 << 30
+    assert usable_bytes(kind.model_copy(update={"free_bytes": 3 << 30})) == 2 << 30

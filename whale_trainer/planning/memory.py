@@ -27,8 +27,9 @@ def framework_bytes(kind: DeviceKind) -> int:
 
 
 def usable_bytes(kind: DeviceKind) -> int:
-    """Memory of a device that a plan may fill."""
-    return kind.memory_bytes - framework_bytes(kind)
+    """Memory of a device that a plan may fill; no more than what was measured to be free."""
+    whole = kind.memory_bytes - framework_bytes(kind)
+    return whole if kind.free_bytes is None else min(whole, kind.free_bytes)
 
 
 def in_flight(plan: Plan) -> tuple[int, ...]:
