@@ -7,7 +7,8 @@ order on all ranks. Gradients live in the buckets' flat buffers wherever a param
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -40,6 +41,19 @@ class _LiveBucket:
     work: dist.Work | None = None
 
 
+def _weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+    """A hook that keeps nothing alive: autograd's own are out of the garbage collector's sight, and with the sums the
+    process groups would stay."""
+    reference = weakref.WeakMethod(method)
+
+    def hook(parameter: Tensor) -> None:
+        alive = reference()
+        if alive is not None:
+            alive(parameter)
+
+    return hook
+
+
 class GradientSums:
     """The sums of one rank. Use: `begin`, then for each last backward action `expect` / `settle`, then `finish`."""
 
@@ -62,9 +76,10 @@ class GradientSums:
             if mesh.rank in bucket.ranks:
                 self._add(bucket)
         self.parameters = list(self._pieces.values())
+        hook = _weakly(self._on_gradient)
         for parameter in self.parameters:
             if id(parameter) in self._home:
-                parameter.register_post_accumulate_grad_hook(self._on_gradient)
+                parameter.register_post_accumulate_grad_hook(hook)
 
     def _add(self, bucket: Bucket) -> None:
         rank = self._mesh.rank
@@ -165,9 +180,10 @@ class GradientSums:
         self._kept = [p.grad for p in self.parameters]
 
     def restore(self) -> None:
-        """Give the gradients that `keep` remembered back to the parameters."""
+        """Give the gradients that `keep` remembered back to the parameters, and forget them."""
         for parameter, grad in zip(self.parameters, self._kept, strict=True):
             parameter.grad = grad
+        self._kept = []
 
     def owned_square_sum(self) -> Tensor:
         """float64 sum of squares of the gradients that this rank owns; over all ranks, every element counts once."""
