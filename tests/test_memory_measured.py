@@ -152,7 +152,7 @@ def test_state_of_an_optimizer(name: str, options: dict[str, Any], of_element: f
 
 def test_on_gpus_adamw_takes_all_parameters_at_once() -> None:
     assert bytes_of("AdamW", "cuda") == ADAMW
-    assert bytes_of("AdamW").peak_of_all == 0 < bytes_of("AdamW").peak_of_largest
+    assert bytes_of("AdamW").peak_of_all == 0 < bytes_of("AdamW").peak_of_one
 
 
 def test_an_optimizer_that_cannot_be_tried_counts_as_adamw() -> None:

@@ -339,7 +339,7 @@ def test_of_a_very_long_step_the_beginning_is_drawn() -> None:
 
 def test_the_fullest_of_many_different_ranks_have_a_bar() -> None:
     answer, model = answer_of(wide(32, 4, 2))
-    memory = tuple(replace(m, buffers=rank << 20) for rank, m in enumerate(answer.memory))
+    memory = tuple(replace(m, bucket_buffers=rank << 20) for rank, m in enumerate(answer.memory))
     found = read(page(replace(answer, memory=memory), model))
     parts = {r: memory[r].total / answer.usable_bytes[r] for r in range(128)}
     shown = [int(e.attributes["data-memory"]) for e in found.having("data-memory")]

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +15,8 @@ from torch.utils._pytree import tree_leaves
 from whale_trainer.describe.meta import without_compiler
 from whale_trainer.planning.costs import ADAMW, OptimizerBytes
 
-SHAPE = (48, 64)
-"""Of each small parameter: two dims, as most weights have."""
+ROWS, COLUMNS = 32, 64
+"""Of a small parameter: two dims, as most weights have."""
 
 NamedParameters = Iterator[tuple[str, nn.Parameter]]
 
@@ -30,22 +29,38 @@ def optimizer_bytes(
 
     Those of AdamW for one that does not step over small float32 parameters, such as one that looks for names.
     """
+    large, small = (2 * ROWS, COLUMNS), (ROWS, COLUMNS)
     try:
         with torch.enable_grad():
-            two, three = (_steps(make_optimizer, count, device_type) for count in (2, 3))
+            two = _steps(make_optimizer, [large, large], device_type)
+            three = _steps(make_optimizer, [large, large, large], device_type)
+            uneven = _steps(make_optimizer, [small, large], device_type)
     except Exception:  # it is the user's own, and may ask for anything
         return ADAMW
-    size = math.prod(SHAPE)
-    state, parameter = two[0], two[1]
-    of_all = max(0.0, (three[2] - two[2]) / size)
-    return OptimizerBytes(state, parameter, of_all, max(0.0, two[2] / size - 2 * of_all))
+    size = 2 * ROWS * COLUMNS
+    of_all = max(0.0, (three.peak - two.peak) / size)
+    before = max(0.0, (two.peak - uneven.peak) / (size / 2) - of_all)
+    return OptimizerBytes(
+        two.of_element, two.of_parameter, of_all, max(0.0, two.peak / size - 2 * of_all - before), before
+    )
+
+
+class _Found(NamedTuple):
+    """Bytes."""
+
+    of_element: float
+    """State of an element."""
+    of_parameter: float
+    """State of a parameter besides."""
+    peak: float
+    """The most that a step makes for a moment."""
 
 
 def _steps(
-    make_optimizer: Callable[[NamedParameters], Optimizer], count: int, device_type: str
-) -> tuple[float, float, float]:
-    """(bytes of state for each element, those of a parameter besides, peak of a step) with `count` parameters."""
-    parameters = [nn.Parameter(torch.ones(SHAPE)) for _ in range(count)]
+    make_optimizer: Callable[[NamedParameters], Optimizer], shapes: Sequence[tuple[int, int]], device_type: str
+) -> _Found:
+    """Two steps over parameters of these shapes."""
+    parameters = [nn.Parameter(torch.ones(shape)) for shape in shapes]
     optimizer = make_optimizer((f"layer.{i}.weight", p) for i, p in enumerate(parameters))
     if device_type == "cuda":
         # what torch chooses by itself there, where the optimizer knows of it
@@ -54,13 +69,13 @@ def _steps(
                 group["foreach"] = True
     for _ in range(2):
         for parameter in parameters:
-            parameter.grad = torch.full(SHAPE, 0.01)
+            parameter.grad = torch.full_like(parameter, 0.01)
         with _Peak() as peak:
             optimizer.step()
     found = [t for t in tree_leaves(list(optimizer.state.values())) if isinstance(t, Tensor)]
     large = sum(t.nbytes for t in found if t.numel() > 1)
     small = sum(t.nbytes for t in found if t.numel() <= 1)
-    return large / (count * math.prod(SHAPE)), small / count, peak.most
+    return _Found(large / sum(p.numel() for p in parameters), small / len(parameters), peak.most)
 
 
 class _Peak(TorchDispatchMode):

@@ -91,15 +91,22 @@ class Weigher:
         """Whether every rank's tiles fit."""
         needed: dict[int, float] = {}
         # an upper bound first: what several tiles of a rank share counts for each, and where tiles are cut in several
-        # ways, all of them may sum their gradients over copies
-        copies = len({tile.weights for tile in tiles}) > 1
+        # ways, or share key and value heads, all of them may sum their gradients over copies
+        dims = self.costs.model.split_dims(0, self.costs.model.num_layers)
+        weights = {tile.weights for tile in tiles}
+        most_shards = max(map(len, weights))
+        shared = any(d.num_kv_heads is not None and d.num_kv_heads < most_shards for d in dims)
+        copies = len(weights) > 1 or shared
+        known: dict[tuple[object, ...], list[float]] = {}
         for tile, flying in zip(tiles, in_flight(plan), strict=True):
             flow = flow_of(plan, tile, flying)
-            shards = self.costs.tile(tile.weights).shards
-            for shard, index in zip(shards, tile.ranks, strict=True):
-                bytes_ = shard.needs(*tile.layers, flow)
-                if copies:
-                    bytes_ += shard.state(*tile.layers).gradients
+            key = (tile.layers, tile.weights, flow)
+            if key not in known:
+                known[key] = [
+                    shard.needs(*tile.layers, flow) + (shard.state(*tile.layers).gradients if copies else 0.0)
+                    for shard in self.costs.tile(tile.weights).shards
+                ]
+            for bytes_, index in zip(known[key], tile.ranks, strict=True):
                 needed[index] = needed.get(index, 0.0) + bytes_
         if all(bytes_ <= self._usable[index] for index, bytes_ in needed.items()):
             return True

@@ -14,7 +14,7 @@ from whale_trainer.model_spec import Cut, Footprint, LayerSpec, ModelSpec, Param
 from whale_trainer.planning.footprints import Flow, Numbers, RangeMax, ShardFootprints, State, part_of, rough_footprint
 from whale_trainer.planning.items import MemoryItems as MemoryItems
 from whale_trainer.planning.precision import Precision
-from whale_trainer.planning.shares import cut_elements, cut_units
+from whale_trainer.planning.shares import cut_elements, cut_units, kv_dim, kv_part
 
 Indices = np.ndarray[Any, np.dtype[np.int_]]
 Flags = np.ndarray[Any, np.dtype[np.bool_]]
@@ -35,8 +35,10 @@ class OptimizerBytes:
     """State of a parameter whatever its size, such as the number of its steps."""
     peak_of_all: float = 4.0
     """What a step makes for a moment, for each fp32 element: on GPUs torch takes all parameters at once."""
-    peak_of_largest: float = 0.0
-    """As above for each element of the largest parameter, where they are taken one by one."""
+    peak_of_one: float = 0.0
+    """As above for each element of a single parameter, where they are taken one by one."""
+    peak_of_one_before: float = 0.0
+    """What of that is still there when the next one is taken."""
 
 
 ADAMW = OptimizerBytes()
@@ -194,8 +196,15 @@ def shard_flops(layer: LayerSpec, shares: DimShares, weights: tuple[int, ...], s
 
 
 def dim_parts(dims: Sequence[SplitDim], weights: tuple[int, ...], shard: int) -> dict[SplitDim, float]:
-    """Part of each dim that one shard holds, in whole units."""
-    return {dim: len(cut_units(dim, weights)[shard]) / dim.units for dim in dims}
+    """Part of each dim that one shard holds, in whole units, and of the keys and values of grouped heads."""
+    found: dict[SplitDim, float] = {}
+    for dim in dims:
+        units = cut_units(dim, weights)[shard]
+        found[dim] = len(units) / dim.units
+        shared = kv_dim(dim)
+        if shared is not None:
+            found[shared] = kv_part(dim, units)
+    return found
 
 
 class ShardCosts:
@@ -221,9 +230,7 @@ class ShardCosts:
         self._optimizer = _prefix(by_layer(optimizer, is_own))
         is_shared = is_own & table.is_whole & (len(weights) > 1)
         self._shared = _prefix(by_layer(gradients, is_shared))
-        largest = np.zeros(model.num_layers)
-        np.maximum.at(largest, table.last_layer, gradients)
-        self._largest = RangeMax(largest)
+        self._single_peaks = RangeMax(_single_peaks(costs, gradients))
         self._tied = [
             (model.parameters[i].layers, float(size[i]), float(gradients[i]), float(optimizer[i]))
             for i in np.flatnonzero(table.is_tied)
@@ -259,8 +266,7 @@ class ShardCosts:
 
     def optimizer_peak(self, start: int, stop: int, gradients: float) -> float:
         """Bytes that the optimizer's step makes for a moment, for this many bytes of gradients."""
-        optimizer, largest = self.costs.optimizer, max(0.0, self._largest.most(start, stop))
-        return (optimizer.peak_of_all * gradients + optimizer.peak_of_largest * largest) / 4
+        return self.costs.optimizer.peak_of_all / 4 * gradients + max(0.0, self._single_peaks.most(start, stop))
 
     def batch(self, start: int, stop: int, flow: Flow) -> float:
         """Bytes of the samples that a rank with the first or the last layer reads for a step."""
@@ -290,6 +296,18 @@ class ShardCosts:
         return (
             state.parameters + state.optimizer + self.batch(start, stop, flow) + self.moment(start, stop, flow, state)
         )
+
+
+def _single_peaks(costs: CostModel, gradients: Numbers) -> Numbers:
+    """By layer what a step of an optimizer that takes parameters one by one makes for a moment."""
+    one, before = costs.optimizer.peak_of_one / 4, costs.optimizer.peak_of_one_before / 4
+    sizes = one * gradients
+    sizes[1:] += before * gradients[:-1]
+    found: Numbers = np.zeros(costs.model.num_layers)
+    for parameter, value in zip(costs.model.parameters, sizes, strict=True):
+        for layer in parameter.layers:
+            found[layer] = max(found[layer], value)
+    return found
 
 
 class TileCosts:

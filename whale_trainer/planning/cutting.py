@@ -91,6 +91,8 @@ class StageTable:
 
     def _limits_of(self, samples: int, in_flight: int) -> list[int]:
         """`limit` of each layer; as a rule one layer less at the start lets a stage reach further."""
+        if self.fits(self.layers, samples, in_flight):
+            return [self.layers.stop] * (len(self.layers) + 1)
         found: list[int] = []
         for layer in range(self.layers.start, self.layers.stop + 1):
             reached = max(found[-1], layer) if found else layer

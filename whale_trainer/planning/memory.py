@@ -8,7 +8,7 @@ from math import inf
 
 from whale_trainer.device_kinds import GIB, DeviceKind
 from whale_trainer.errors import PlanError
-from whale_trainer.model_spec import ModelSpec, ParameterSpec
+from whale_trainer.model_spec import Cut, ModelSpec, ParameterSpec
 from whale_trainer.planning.costs import CostModel, MemoryItems, shard_elements
 from whale_trainer.planning.footprints import Flow, State
 from whale_trainer.planning.load import tile_depths
@@ -44,8 +44,9 @@ def in_flight(plan: Plan) -> tuple[int, ...]:
 
 def flow_of(plan: Plan, tile: Tile, flying: int) -> Flow:
     """How micro-batches pass through a tile of the plan, with this many in flight."""
-    micro_batches = len(plan.micro_batches_of(plan.global_batch))
-    is_alone = len(tile.samples) == plan.micro_batch_size
+    height = plan.micro_batch_size
+    micro_batches = -(-plan.global_batch // height)
+    is_alone = len(tile.samples) == height
     return Flow(len(tile.samples), min(flying, micro_batches), micro_batches, is_alone)
 
 
@@ -161,27 +162,37 @@ def _items(state: State) -> MemoryItems:
 def _bucket_copies(parts: Sequence[_Part], costs: CostModel) -> float:
     """Bytes of the gradients that other ranks share in parts only, so that they are copied to buckets and back."""
     found = 0.0
-    if not any(part.others for part in parts):
+    if not any(part.others or len(part.weights) > 1 for part in parts):
         return found
+    inside: dict[tuple[int, Cut, tuple[tuple[int, ...], ...]], bool] = {}
     for parameter in costs.model.parameters:
         if parameter.cut is None or not parameter.trainable:
             continue
-        for part in parts:
+        for number, part in enumerate(parts):
             if not _uses(parameter, part.layers):
                 continue
-            own = cut_elements(parameter.cut, part.weights, part.shard)
-            cuts = {weights for layers, weights in part.others if len(weights) > 1 and _uses(parameter, layers)}
-            edges = {
-                edge
-                for weights in cuts
-                for shard in range(len(weights))
-                for edge in cut_elements(parameter.cut, weights, shard)
-            }
-            if any(own.start < edge < own.stop for edge in edges):
+            # shards of one tile share a part where they share a key and value head
+            cuts = (part.weights, *dict.fromkeys(w for layers, w in part.others if _uses(parameter, layers)))
+            key = (number, parameter.cut, cuts)
+            if key not in inside:
+                inside[key] = _is_divided(part, parameter.cut, cuts)
+            if inside[key]:
                 count = shard_elements(parameter, part.weights, part.shard)
                 found += costs.state_of(parameter, count).gradients
                 break
     return found
+
+
+def _is_divided(part: _Part, cut: Cut, cuts: Sequence[tuple[int, ...]]) -> bool:
+    """Whether a shard of a tile that is cut by one of `cuts` begins or ends within the rank's part."""
+    own = cut_elements(cut, part.weights, part.shard)
+    return any(
+        own.start < edge < own.stop
+        for weights in cuts
+        if len(weights) > 1
+        for shard in range(len(weights))
+        for edge in cut_elements(cut, weights, shard)
+    )
 
 
 def _uses(parameter: ParameterSpec, layers: Interval) -> bool:

@@ -94,6 +94,24 @@ def kv_units(split: SplitDim, heads: Interval) -> Interval:
     return Interval(heads.start // group, -(-heads.stop // group))
 
 
+KV_HEADS = "kv heads"
+
+
+def kv_dim(split: SplitDim) -> SplitDim | None:
+    """The dim that keys and values follow, where several heads share one of them."""
+    if split.num_kv_heads is None or split.num_kv_heads == split.units:
+        return None
+    return SplitDim(KV_HEADS, split.num_kv_heads)
+
+
+def kv_part(split: SplitDim, heads: Interval) -> float:
+    """Part of all keys and values that a shard with these heads holds; repeated for its heads where it has to."""
+    assert split.num_kv_heads is not None
+    group, kv = split.units // split.num_kv_heads, kv_units(split, heads)
+    held = [len(heads.intersect(Interval(u, u + 1).scaled(group))) for u in range(*kv)]
+    return (len(kv) if len(set(held)) == 1 else len(heads)) / split.num_kv_heads
+
+
 def cut_elements(cut: Cut, weights: tuple[int, ...], shard: int) -> Interval:
     """Elements along `cut.dim` of a parameter that shard number `shard` of the group holds."""
     units = cut_units(cut.split, weights)[shard]

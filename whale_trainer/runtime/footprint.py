@@ -34,7 +34,7 @@ from whale_trainer.describe.meta import without_compiler
 from whale_trainer.errors import ConfigError
 from whale_trainer.model_spec import Bytes, Footprint, LayerMemory, ModelSpec, ModuleSplit, SplitDim
 from whale_trainer.planning.plan import Shard, Tile
-from whale_trainer.planning.shares import Interval, cut_elements, cut_units
+from whale_trainer.planning.shares import KV_HEADS, Interval, cut_elements, cut_units, kv_dim
 from whale_trainer.runtime.dropout import DropoutState, PlanFreeDropout
 from whale_trainer.runtime.precision import Precision
 from whale_trainer.runtime.shards import cut_module
@@ -44,6 +44,8 @@ SAMPLES = 10007
 """Samples of the micro-batch: a prime, so that what is no multiple of it does not grow with the samples."""
 PARTS = (20011, 20021, 20023, 20029, 20047, 20051, 20063, 20071)
 """Units of a rank's part of each dim; of heads, groups of them that share a key and value head."""
+GROUP = 211
+"""Heads of such a group."""
 _WIDE_RESULTS = (torch.ops.aten.mse_loss.default, torch.ops.aten.smooth_l1_loss.default)
 """Losses that on real devices (torch 2.13) give their sum in a storage of the size of their first argument."""
 EVEN = (1, 1)
@@ -244,19 +246,41 @@ class _NoPeers:
 
 
 class _Dims:
-    """The dims that a layer is cut along, with parts of prime size in place of a rank's."""
+    """The dims that a layer is cut along, with parts of prime size in place of a rank's.
+
+    Dims of equally many units, as heads and what is made for each head, are cut alike and share a prime. Where several
+    heads share a key and value head, what follows the latter is told apart by a second prime.
+    """
 
     def __init__(self, dims: tuple[SplitDim, ...]) -> None:
-        self.dims = dims
-        self._primes = dict(zip(dims, PARTS, strict=False))
-        self.enlarged = {dim: self._enlarge(dim) for dim in dims}
+        groups: dict[int, int] = {}
+        for dim in dims:
+            groups[dim.units] = max(groups.get(dim.units, 1), dim.units // (dim.num_kv_heads or dim.units))
+        shared = tuple(kv for dim in dims if (kv := kv_dim(dim)) is not None)
+        self.dims = (*dims, *shared)
+        """Those that storages may follow."""
+        self._parts: list[tuple[int, int, int]] = []
+        """(units of a rank's part, real units, place among the dims), the coarser ones of a prime first."""
+        units_of: dict[int, tuple[int, int]] = {}
+        for prime, (units, group) in zip(PARTS, groups.items(), strict=False):
+            per_group = GROUP if group > 1 else 1
+            units_of[units] = prime, prime * per_group
+            place = next(i for i, dim in enumerate(dims) if dim.units == units)
+            self._parts.append((prime * per_group, units, place))
+            if group > 1:
+                kv = SplitDim(KV_HEADS, units // group)
+                self._parts.append((prime, units // group, self.dims.index(kv)))
+        self.enlarged = {
+            dim: SplitDim(dim.name, 2 * units_of[dim.units][1], self._kv_heads(dim, *units_of[dim.units]))
+            for dim in dims
+        }
         """Each dim as a tensor group of two even shards would have it."""
 
-    def _enlarge(self, dim: SplitDim) -> SplitDim:
-        prime = self._primes[dim]
+    @staticmethod
+    def _kv_heads(dim: SplitDim, prime: int, part: int) -> int | None:
         if dim.num_kv_heads is None:
-            return SplitDim(dim.name, 2 * prime)
-        return SplitDim(dim.name, 2 * prime * (dim.units // dim.num_kv_heads), 2 * prime)
+            return None
+        return 2 * (part if dim.num_kv_heads == dim.units else prime)
 
     def size(self, num_bytes: int) -> Vector:
         """What a storage of this size grows with."""
@@ -264,9 +288,10 @@ class _Dims:
         row, column, value = 0, 0, float(num_bytes)
         if num_bytes and num_bytes % SAMPLES == 0:
             row, value = 1, value / SAMPLES
-        for number, dim in enumerate(self.dims, start=1):
-            if num_bytes and num_bytes % self._primes[dim] == 0:
-                column, value = number, value / self._primes[dim] * (dim.num_kv_heads or dim.units)
+        for part, units, place in self._parts:
+            if num_bytes and num_bytes % part == 0:
+                column, value = 1 + place, value / part * units
+                break
         found[row, column] = value
         return found
 
