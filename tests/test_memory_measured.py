@@ -13,6 +13,9 @@ from ranks import run_ranks
 from tilings import plan_of, tile
 from torch import nn
 
+from whale_trainer.api import make_plan
+from whale_trainer.cli import compose_config, make_plan_of, plain_of
+from whale_trainer.config import load_config
 from whale_trainer.describe import describe, optimizer_bytes
 from whale_trainer.planning.costs import ADAMW, MemoryItems, OptimizerBytes
 from whale_trainer.planning.memory import size
@@ -56,6 +59,12 @@ CASES = {
     ),
     "replicas cut in different ways": MemoryCase(
         step(tile((0, 5), (0, 3), (0, 3), (1, 1)), tile((0, 5), (3, 5), (2, 1), (3, 1)), micro_batches=2)
+    ),
+    "shards that share key and value heads": MemoryCase(
+        step(tile((0, 5), (0, 2), (0, 3), (1, 3), (2, 2)), micro_batches=2), changes={"num_kv_heads": 2}
+    ),
+    "a large vocabulary, tied over stages": MemoryCase(
+        step(tile((0, 2), (0, 1), 0), tile((2, 5), (0, 1), 1), micro_batches=4), changes={"vocab_size": 4096}
     ),
     "irregular, one rank with two tiles": MemoryCase(step(*IRREGULAR, micro_batches=4)),
     "bf16 stages": MemoryCase(
@@ -160,6 +169,30 @@ def test_an_optimizer_that_cannot_be_tried_counts_as_adamw() -> None:
         return torch.optim.SGD([p for n, p in named if n.startswith("backbone")])
 
     assert optimizer_bytes(picky) == ADAMW
+
+
+def test_make_plan_plans_for_the_optimizer() -> None:
+    model, example = CASES["mlp: one device"].build(), CASES["mlp: one device"].batch(2)
+    cpus = {
+        "nodes": [{"name": "here", "devices": {"small": 1}}],
+        "kinds": {"small": {"peak_tflops": {"fp32": 0.1}, "memory_gib": 1, "memory_bandwidth_gb_per_s": 10}},
+    }
+    plans = [
+        make_plan(model, cpus, {"name": "single"}, global_batch=1, example=example, make_optimizer=optimizer)
+        for optimizer in (torch.optim.AdamW, lambda named: torch.optim.SGD(named, lr=0.1))
+    ]
+    adamw, sgd = (plan.devices[0].planned_memory_bytes or 0 for plan in plans)
+    weights = sum(p.nbytes for p in model.parameters())
+    assert adamw - sgd > 2 * weights
+
+
+def test_the_command_plans_for_the_optimizer_of_the_config() -> None:
+    found = []
+    for name in ("adamw", "sgd"):
+        overrides = ["model=gpt_mini", "strategy=single", f"optimizer={name}", "mode=plan"]
+        planned_run = make_plan_of(load_config(plain_of(compose_config(overrides), ".")))
+        found.append(planned_run.answer.memory[0].optimizer_state)
+    assert found[1] == pytest.approx(found[0] / 2, rel=0.01)  # momentum alone against two moments
 
 
 # ---- layers that cannot be measured ----

@@ -15,8 +15,8 @@ from tilings import plan_of, tile
 
 from whale_trainer.device_kinds import KINDS
 from whale_trainer.errors import PlanError
-from whale_trainer.model_spec import Bytes, Footprint, ModelSpec
-from whale_trainer.planning.costs import ADAMW, CostModel, MemoryItems, OptimizerBytes, dim_shares
+from whale_trainer.model_spec import Bytes, Footprint, LayerMemory, ModelSpec, SplitDim
+from whale_trainer.planning.costs import ADAMW, CostModel, MemoryItems, OptimizerBytes, dim_parts, dim_shares
 from whale_trainer.planning.footprints import RangeMax, ShardFootprints
 from whale_trainer.planning.memory import (
     CONTEXT_BYTES,
@@ -30,6 +30,7 @@ from whale_trainer.planning.memory import (
 from whale_trainer.planning.plan import Plan
 from whale_trainer.planning.planner import build_plan
 from whale_trainer.planning.precision import PRECISIONS
+from whale_trainer.planning.shares import Interval, kv_dim, kv_part
 
 MB = 1_000_000
 
@@ -299,3 +300,39 @@ def test_measured_free_memory_limits_what_a_plan_may_fill() -> None:
     assert usable_bytes(kind) == 2 << 30
     assert usable_bytes(kind.model_copy(update={"free_bytes": 1 << 30})) == 1 << 30
     assert usable_bytes(kind.model_copy(update={"free_bytes": 3 << 30})) == 2 << 30
+
+
+def test_keys_and_values_of_grouped_heads() -> None:
+    dim = SplitDim("heads", 8, 2)
+    assert kv_dim(dim) == SplitDim("kv heads", 2)
+    assert kv_dim(SplitDim("heads", 8, 8)) is None
+    assert kv_dim(SplitDim("columns", 8)) is None
+    assert [kv_part(dim, Interval(*heads)) for heads in ((0, 4), (0, 8), (4, 6), (0, 3))] == [0.5, 1, 0.5, 0.5]
+    assert kv_part(dim, Interval(3, 6)) == 1.5  # one head of the first group and two of the second: each has a copy
+    assert dim_parts([dim], (3, 3, 2), 1) == {dim: 3 / 8, SplitDim("kv heads", 2): 1.5}
+
+
+def test_shards_that_share_a_key_head_sum_its_gradient_over_copies() -> None:
+    spec = gpt_spec(num_kv_heads=2)
+    plan = build_plan(spec, cpu_cluster([1, 1, 1]), preset("split"), global_batch=2)
+    items = rank_memory(plan, CostModel(spec, PRECISIONS["32-true"]))
+    keys = [p for p in spec.parameters if p.cut is not None and p.cut.is_kv]
+    assert [i.bucket_buffers for i in items] == [0, sum(p.size_bytes for p in keys), 0]
+
+
+def test_a_layer_that_was_measured_in_another_precision_counts_by_the_rough_figures() -> None:
+    spec = plain_spec([1.0, 1.0])
+    told = Footprint(kept=Bytes(each=5000), output=Bytes(each=25), forward=(Bytes(each=5025),))
+    measured = replace(spec, layers=tuple(replace(x, memory=LayerMemory("32-true", told)) for x in spec.layers))
+    assert single_rank(measured).activations > 9000 > 1000 > single_rank(spec).activations
+    assert single_rank(measured, "64-true") == single_rank(spec, "64-true")
+
+
+def test_a_cut_that_was_not_measured_is_guessed() -> None:
+    spec = gpt_spec()
+    told = Footprint(kept=Bytes(each=900), output=Bytes(each=90))
+    measured = replace(spec, layers=tuple(replace(x, memory=LayerMemory("32-true", told)) for x in spec.layers))
+    costs = CostModel(measured, PRECISIONS["32-true"])
+    assert costs.footprint(1, (1,), 0).kept.each == 900
+    assert costs.footprint(1, (1, 1), 0).kept.each == pytest.approx(900 * (1 / 3 + 1 / 3))
+    assert costs.footprint(1, (1, 1), 0) is costs.footprint(2, (1, 1), 1)
