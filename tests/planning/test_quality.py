@@ -108,8 +108,8 @@ def ratio(seed: int) -> float | None:
 
 
 def cases(first: int) -> Any:
-    """Twenty cases; those after the first sixty take minutes."""
-    marks = [] if first < 60 else [pytest.mark.slow]
+    """Twenty cases; those after the first forty take minutes."""
+    marks = [] if first < 40 else [pytest.mark.slow]
     return pytest.param(first, marks=[*marks, pytest.mark.timeout(600)])
 
 
