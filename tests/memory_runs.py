@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from whale_trainer.models.gpt import GPT
 from whale_trainer.models.mlp import MLP
 
+from whale_trainer.data import RankBatch
 from whale_trainer.describe import describe, optimizer_bytes
 from whale_trainer.model_spec import ModelSpec
 from whale_trainer.planning.costs import CostModel, MemoryItems
@@ -87,16 +88,22 @@ def measure(rank: int, _world_size: int, case: MemoryCase) -> Measured:
             meter.restart()
             engine.train_step(batch, step)
             optimizer.step()
-            samples = batch.samples if batch.samples is not None else {}
-            named = {
-                "parameters": [p for _, p in trained],
-                "gradients": [p.grad for _, p in trained],
-                "optimizer state": [t for s in optimizer.state.values() for t in s.values() if isinstance(t, Tensor)],
-                "buckets": [bucket.flat for bucket in engine.sums._buckets],
-                "batch": list(samples.values()),
-            }
-            found.append(Measured(meter.peak, meter.items(named), meter.biggest()))
+            found.append(_read(meter, engine, [p for _, p in trained], optimizer, batch))
     return min(found[WARM_UP:], key=lambda measured: measured.peak)
+
+
+def _read(
+    meter: MemoryMeter, engine: Engine, trained: list[nn.Parameter], optimizer: torch.optim.Optimizer, batch: RankBatch
+) -> Measured:
+    """What the meter says of the step that has just ended; keeps nothing of it alive."""
+    named = {
+        "parameters": trained,
+        "gradients": [p.grad for p in trained],
+        "optimizer state": [t for s in optimizer.state.values() for t in s.values() if isinstance(t, Tensor)],
+        "buckets": [bucket.flat for bucket in engine.sums._buckets],
+        "batch": list(batch.samples.values()) if batch.samples is not None else [],
+    }
+    return Measured(meter.peak, meter.items(named), meter.biggest())
 
 
 def _described(case: MemoryCase) -> ModelSpec:
