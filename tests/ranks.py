@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
-import gc
 import multiprocessing
 import os
 import pickle
@@ -198,7 +197,6 @@ def _work(connection: Connection, port: int, stack_file: str) -> None:
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=port == 0, wait_for_workers=False)
     connection.send_bytes(pickle.dumps(store.port))
-    gc.freeze()  # what is loaded stays; collecting the rest is quick
     while True:
         try:
             call: Call = pickle.loads(connection.recv_bytes())
@@ -231,20 +229,12 @@ def _answer(call: Call, store: Any) -> bytes:
 
 
 def _leave_group() -> None:
-    """Destroy the groups of a call. Gloo sleeps 10 ms for each peer when it closes, so a thread waits for that.
-
-    An engine holds its groups in cycles; each that is left has a thread that wakes a hundred times a second.
-    """
+    """Destroy the groups of a call. Gloo sleeps 10 ms for each peer when it closes, so a thread waits for that."""
     group = dist.group.WORLD
     dist.destroy_process_group()
     held = [group]
     del group
-
-    def close() -> None:
-        held.clear()
-        gc.collect()
-
-    threading.Thread(target=close).start()
+    threading.Thread(target=held.clear).start()
 
 
 def _failure(rank: int, error: BaseException, raised_at: float) -> bytes:
