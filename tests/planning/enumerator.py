@@ -16,7 +16,8 @@ import numpy as np
 from whale_trainer.cluster import Cluster, Device
 from whale_trainer.planning.balance import whole_weights
 from whale_trainer.planning.costs import CostModel
-from whale_trainer.planning.memory import in_flight, usable_bytes
+from whale_trainer.planning.footprints import Flow
+from whale_trainer.planning.memory import rank_memory, usable_bytes
 from whale_trainer.planning.plan import Plan, PlannedDevice, Shard, Tile
 from whale_trainer.planning.plan_times import PlanTimes
 from whale_trainer.planning.shares import Interval
@@ -88,6 +89,8 @@ class Enumerator:
         self.height = height
         self.most_shards = most_shards
         self.num_simulated = 0
+        self._usable = {d.kind.name: usable_bytes(d.kind) for d in cluster.devices}
+        self._room: dict[tuple[object, ...], bool] = {}
 
     def best(self, schedules: Sequence[str] = ("1f1b", "gpipe")) -> tuple[float, Plan | None]:
         """The least step time and its plan; (inf, None) when nothing fits."""
@@ -99,10 +102,15 @@ class Enumerator:
                     queue.append((float(bound), len(queue), tilings[index], groups))
         queue.sort(key=lambda entry: entry[:2])
         best_s, best = inf, None
-        for bound, _, rectangles, groups in queue:
+        for bound, _, tiling, groups in queue:
             if bound >= best_s:
                 break
+            rectangles = tiling.tolist()
+            ways = depths(rectangles)
             for schedule in schedules:
+                tiles = zip(rectangles, groups, ways, strict=True)
+                if not all(self._may_fit(*tile, schedule) for tile in tiles):
+                    continue
                 plan = self._plan(rectangles, groups, schedule)
                 if self._fits(plan):
                     self.num_simulated += 1
@@ -159,13 +167,13 @@ class Enumerator:
             total += holds * (table[held] * (cut[layer] + whole[layer]))[:, None]
         return total
 
-    def _plan(self, rectangles: np.ndarray, groups: tuple[Group, ...], schedule: str) -> Plan:
+    def _plan(self, rectangles: Sequence[Sequence[int]], groups: tuple[Group, ...], schedule: str) -> Plan:
         devices = sorted({d.index: d for group in groups for d in group}.values(), key=lambda d: d.index)
         rank_of = {d.index: rank for rank, d in enumerate(devices)}
         tiles = [
             Tile(
-                Interval(int(x), int(to)),
-                Interval(int(y), int(down)),
+                Interval(x, to),
+                Interval(y, down),
                 tuple(Shard(rank_of[d.index], w) for d, w in zip(group, self._weights(group), strict=True)),
             )
             for (x, to, y, down), group in zip(rectangles, groups, strict=True)
@@ -180,10 +188,31 @@ class Enumerator:
         )
 
     def _fits(self, plan: Plan) -> bool:
-        kinds = {d.kind.name: d.kind for d in self.cluster.devices}
-        for tile, flying in zip(plan.tiles, in_flight(plan), strict=True):
-            for shard, rank in zip(self.costs.tile(tile.weights).shards, tile.ranks, strict=True):
-                needed = shard.memory(tile.layers.start, tile.layers.stop, len(tile.samples), flying)
-                if needed > usable_bytes(kinds[plan.devices[rank].kind]):
-                    return False
-        return True
+        usable = (self._usable[d.kind] for d in plan.devices)
+        return all(items.total <= room for items, room in zip(rank_memory(plan, self.costs), usable, strict=True))
+
+    def _may_fit(self, rectangle: Sequence[int], group: Group, depth: int, schedule: str) -> bool:
+        """Whether one tile alone leaves its devices room; what copies of gradients take comes on top."""
+        left, right, top, bottom = rectangle
+        key = (tuple(rectangle), tuple(d.index for d in group), depth, schedule)
+        if key not in self._room:
+            flying = self.micro_batches if schedule == "gpipe" else min(depth, self.micro_batches)
+            flow = Flow(bottom - top, flying, self.micro_batches, bottom - top == self.height)
+            shards = self.costs.tile(self._weights(group)).shards
+            self._room[key] = all(
+                shard.needs(left, right, flow) <= self._usable[device.kind.name]
+                for shard, device in zip(shards, group, strict=True)
+            )
+        return self._room[key]
+
+
+def depths(rectangles: Sequence[Sequence[int]]) -> list[int]:
+    """For each tile the number of tiles on the longest way from it to the last layer, itself included."""
+    found = [0] * len(rectangles)
+    for t in sorted(range(len(rectangles)), key=lambda t: -rectangles[t][1]):
+        _, right, top, bottom = rectangles[t]
+        behind = [
+            found[u] for u, (x, _, y, down) in enumerate(rectangles) if x == right and max(y, top) < min(down, bottom)
+        ]
+        found[t] = 1 + max(behind, default=0)
+    return found
