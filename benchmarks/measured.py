@@ -26,11 +26,11 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from whale_trainer.planning.actions import Op
 from whale_trainer.planning.plan import Plan, PlannedDevice, Shard, Tile
-from whale_trainer.planning.schedule import Bridge
+from whale_trainer.planning.schedule.actions import Op
+from whale_trainer.planning.schedule.schedule import Bridge
 from whale_trainer.planning.shares import Interval
-from whale_trainer.planning.simulate import Crossing, Engine, GradientSum, simulate
+from whale_trainer.planning.simulation.simulate import Crossing, Engine, GradientSum, simulate
 
 FORMAT = "measured-plans/1"
 

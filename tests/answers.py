@@ -13,11 +13,11 @@ from tilings import irregular, plan_of, tile
 from whale_trainer.device_kinds import KINDS
 from whale_trainer.model_spec import ModelSpec
 from whale_trainer.planning.answer import Alternative, Answer
-from whale_trainer.planning.costs import MemoryItems
-from whale_trainer.planning.memory import usable_bytes, with_memory
+from whale_trainer.planning.costs.cost_model import MemoryItems
+from whale_trainer.planning.costs.memory import usable_bytes, with_memory
 from whale_trainer.planning.plan import Plan, PlannedDevice, Prediction
-from whale_trainer.planning.schedule import bridges_between
-from whale_trainer.planning.timeline import Activity, Span, Timeline
+from whale_trainer.planning.schedule.schedule import bridges_between
+from whale_trainer.planning.simulation.timeline import Activity, Span, Timeline
 
 CELL_S = 1e-4
 """Seconds of a forward pass of one layer and one sample on a V100."""

@@ -18,8 +18,8 @@ from whale_trainer.models.mlp import MLP
 from whale_trainer.data import RankBatch
 from whale_trainer.describe import describe, optimizer_bytes
 from whale_trainer.model_spec import ModelSpec
-from whale_trainer.planning.costs import CostModel, MemoryItems
-from whale_trainer.planning.memory import rank_memory
+from whale_trainer.planning.costs.cost_model import CostModel, MemoryItems
+from whale_trainer.planning.costs.memory import rank_memory
 from whale_trainer.planning.plan import Plan
 from whale_trainer.planning.precision import PRECISIONS
 from whale_trainer.runtime.engine import Engine

@@ -33,8 +33,8 @@ from whale_trainer.devices import FoundGpu
 from whale_trainer.errors import ConfigError
 from whale_trainer.model_spec import ModelSpec
 from whale_trainer.planning.plan import Plan, PlannedDevice, Shard, Tile
-from whale_trainer.planning.profile import KindTimes, LayerTimes, Profile, identity_of, load_profile
 from whale_trainer.planning.shares import Interval
+from whale_trainer.planning.simulation.profile import KindTimes, LayerTimes, Profile, identity_of, load_profile
 from whale_trainer.rank_info import RankInfo
 
 TRAIN = Path(__file__).parent.parent / "train.py"

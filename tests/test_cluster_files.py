@@ -14,7 +14,7 @@ from whale_trainer.cli import compose_config, config_groups, plain_of
 from whale_trainer.config import Config, load_config
 from whale_trainer.errors import ConfigError
 from whale_trainer.overrides import prepare
-from whale_trainer.planning.profile import identity_of
+from whale_trainer.planning.simulation.profile import identity_of
 
 CLUSTER = {
     "nodes": [{"name": "desk", "devices": {"own": 2}, "link": {"bandwidth_gbit_per_s": 8}}],

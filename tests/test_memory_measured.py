@@ -17,8 +17,8 @@ from whale_trainer.api import make_plan
 from whale_trainer.cli import compose_config, make_plan_of, plain_of
 from whale_trainer.config import load_config
 from whale_trainer.describe import describe, optimizer_bytes
-from whale_trainer.planning.costs import ADAMW, MemoryItems, OptimizerBytes
-from whale_trainer.planning.memory import size
+from whale_trainer.planning.costs.cost_model import ADAMW, MemoryItems, OptimizerBytes
+from whale_trainer.planning.costs.memory import size
 from whale_trainer.planning.plan import Plan, Tile
 from whale_trainer.runtime.footprint import with_footprints
 

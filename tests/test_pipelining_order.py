@@ -8,7 +8,7 @@ import pytest
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, Schedule1F1B, ScheduleGPipe
 
 from whale_trainer.planning.plan import Plan, PlannedDevice, Shard, Tile
-from whale_trainer.planning.schedule import build_schedule
+from whale_trainer.planning.schedule.schedule import build_schedule
 from whale_trainer.planning.shares import Interval
 
 

@@ -15,9 +15,9 @@ import pytest
 from answers import answer_of, hybrid, mixed_tiling, step_of, two_replicas, wide
 
 from whale_trainer.planning.answer import Answer
-from whale_trainer.planning.costs import MemoryItems
+from whale_trainer.planning.costs.cost_model import MemoryItems
 from whale_trainer.planning.plan import Plan, PlannedDevice, Prediction
-from whale_trainer.planning.timeline import Timeline
+from whale_trainer.planning.simulation.timeline import Timeline
 from whale_trainer.report.colours import ACTIVITIES, ITEMS, KINDS, ink, kind_colours
 from whale_trainer.report.markup import VOID, Markup, duration, joined, ranks_in_words, tag
 from whale_trainer.report.memory_bars import UNITS as MEMORY_UNITS

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from answers import answer_of, hybrid, two_replicas
 
-from whale_trainer.planning.timeline import Activity, Span, Timeline
+from whale_trainer.planning.simulation.timeline import Activity, Span, Timeline
 from whale_trainer.report.lanes import lanes_of, representatives
 from whale_trainer.report.trace_file import trace_events, write_timeline
 

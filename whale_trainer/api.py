@@ -15,7 +15,7 @@ from whale_trainer.describe import describe, optimizer_bytes
 from whale_trainer.describe.optimizers import NamedParameters
 from whale_trainer.planning.plan import Plan
 from whale_trainer.planning.planner import answer
-from whale_trainer.planning.profile import Profile, check_profile, with_measured_memory
+from whale_trainer.planning.simulation.profile import Profile, check_profile, with_measured_memory
 from whale_trainer.planning.strategy import StrategySpec, load_strategy
 from whale_trainer.runtime.footprint import device_type_of, with_footprints
 

@@ -212,7 +212,7 @@ def make_plan_of(config: Config) -> Planned:
     from whale_trainer.describe import describe, optimizer_bytes
     from whale_trainer.devices import assign, found_cluster
     from whale_trainer.planning.planner import answer
-    from whale_trainer.planning.profile import check_profile, with_measured_memory
+    from whale_trainer.planning.simulation.profile import check_profile, with_measured_memory
     from whale_trainer.runtime.footprint import device_type_of, with_footprints
 
     cluster = load_cluster(found_cluster()) if config.cluster.is_auto else config.cluster

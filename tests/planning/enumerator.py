@@ -14,15 +14,15 @@ from math import inf
 import numpy as np
 
 from whale_trainer.cluster import Cluster, Device
-from whale_trainer.planning.balance import whole_weights
-from whale_trainer.planning.costs import CostModel
-from whale_trainer.planning.footprints import Flow
-from whale_trainer.planning.memory import rank_memory, usable_bytes
+from whale_trainer.planning.costs.cost_model import CostModel
+from whale_trainer.planning.costs.footprints import Flow
+from whale_trainer.planning.costs.memory import rank_memory, usable_bytes
 from whale_trainer.planning.plan import Plan, PlannedDevice, Shard, Tile
-from whale_trainer.planning.plan_times import PlanTimes
+from whale_trainer.planning.search.balance import whole_weights
 from whale_trainer.planning.shares import Interval
-from whale_trainer.planning.simulate import simulate
-from whale_trainer.planning.times import TimeModel
+from whale_trainer.planning.simulation.plan_times import PlanTimes
+from whale_trainer.planning.simulation.simulate import simulate
+from whale_trainer.planning.simulation.times import TimeModel
 
 Rectangle = tuple[int, int, int, int]
 """First layer, layer after the last, first sample, sample after the last."""

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from whale_trainer.planning.balance import SLACKS, allot, shard_weights, water_fill, whole_weights
+from whale_trainer.planning.search.balance import SLACKS, allot, shard_weights, water_fill, whole_weights
 from whale_trainer.planning.shares import apportion
 
 SPEEDS = st.lists(st.floats(0.5, 20), min_size=1, max_size=6)

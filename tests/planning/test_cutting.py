@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from specs import plain_spec
 
-from whale_trainer.planning.costs import CostModel
-from whale_trainer.planning.cutting import Cutting, StageTable
+from whale_trainer.planning.costs.cost_model import CostModel
 from whale_trainer.planning.precision import PRECISIONS
+from whale_trainer.planning.search.cutting import Cutting, StageTable
 from whale_trainer.planning.shares import Interval
 
 

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tilings import pipeline, plan_of, plans, tile
 
-from whale_trainer.planning.actions import Compute, Instruction, Message, Op, Receive, Send
-from whale_trainer.planning.lowering import lower
 from whale_trainer.planning.plan import Plan
-from whale_trainer.planning.schedule import build_schedule
+from whale_trainer.planning.schedule.actions import Compute, Instruction, Message, Op, Receive, Send
+from whale_trainer.planning.schedule.lowering import lower
+from whale_trainer.planning.schedule.schedule import build_schedule
 
 
 def words(program: tuple[Instruction, ...]) -> str:

@@ -16,9 +16,9 @@ from tilings import plan_of, tile
 from whale_trainer.device_kinds import KINDS
 from whale_trainer.errors import PlanError
 from whale_trainer.model_spec import Bytes, Footprint, LayerMemory, ModelSpec, SplitDim
-from whale_trainer.planning.costs import ADAMW, CostModel, MemoryItems, OptimizerBytes, dim_parts, dim_shares
-from whale_trainer.planning.footprints import RangeMax, ShardFootprints
-from whale_trainer.planning.memory import (
+from whale_trainer.planning.costs.cost_model import ADAMW, CostModel, MemoryItems, OptimizerBytes, dim_parts, dim_shares
+from whale_trainer.planning.costs.footprints import RangeMax, ShardFootprints
+from whale_trainer.planning.costs.memory import (
     CONTEXT_BYTES,
     flow_of,
     in_flight,

@@ -17,16 +17,16 @@ from specs import cpu_cluster, gpt_spec, module_spec, plain_spec, preset, scopes
 from whale_trainer.cluster import Cluster, load_cluster
 from whale_trainer.errors import ConfigError, PlanError
 from whale_trainer.model_spec import ModelSpec
-from whale_trainer.planning.costs import CostModel
-from whale_trainer.planning.memory import CONTEXT_BYTES, rank_memory
+from whale_trainer.planning.costs.cost_model import CostModel
+from whale_trainer.planning.costs.memory import CONTEXT_BYTES, rank_memory
 from whale_trainer.planning.plan import Plan, Shard, Tile
-from whale_trainer.planning.plan_times import PlanTimes
 from whale_trainer.planning.planner import answer, build_plan
 from whale_trainer.planning.precision import PRECISIONS
 from whale_trainer.planning.shares import Interval, cut_units
-from whale_trainer.planning.simulate import simulate
+from whale_trainer.planning.simulation.plan_times import PlanTimes
+from whale_trainer.planning.simulation.simulate import simulate
+from whale_trainer.planning.simulation.times import TimeModel
 from whale_trainer.planning.strategy import PRESETS, StrategySpec, load_strategy
-from whale_trainer.planning.times import TimeModel
 
 CONF = Path(__file__).parents[2] / "conf"
 BIG = gpt_spec(width=1024, num_blocks=10, num_heads=16, vocab_size=8192, context=512)

@@ -15,8 +15,8 @@ from specs import gpt_spec, plain_spec
 
 from whale_trainer.cluster import load_cluster
 from whale_trainer.errors import ConfigError
-from whale_trainer.planning.curves import Curve
-from whale_trainer.planning.profile import (
+from whale_trainer.planning.simulation.curves import Curve
+from whale_trainer.planning.simulation.profile import (
     Profile,
     check_profile,
     equal_layers,

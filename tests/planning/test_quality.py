@@ -15,7 +15,7 @@ from enumerator import Enumerator
 from whale_trainer.cluster import Cluster, load_cluster
 from whale_trainer.errors import PlanError
 from whale_trainer.model_spec import Cut, LayerSpec, ModelSpec, ParameterSpec, SplitDim
-from whale_trainer.planning.costs import CostModel
+from whale_trainer.planning.costs.cost_model import CostModel
 from whale_trainer.planning.planner import answer
 from whale_trainer.planning.precision import PRECISIONS
 from whale_trainer.planning.strategy import load_strategy

@@ -9,11 +9,11 @@ import pytest
 from tilings import pipeline, plan_of, tile
 
 from whale_trainer.errors import PlanError
-from whale_trainer.planning.actions import Action, Compute, Instruction, Receive, Send
-from whale_trainer.planning.lowering import lower
 from whale_trainer.planning.plan import Plan
-from whale_trainer.planning.replay import replay
-from whale_trainer.planning.schedule import Schedule, build_schedule
+from whale_trainer.planning.schedule.actions import Action, Compute, Instruction, Receive, Send
+from whale_trainer.planning.schedule.lowering import lower
+from whale_trainer.planning.schedule.replay import replay
+from whale_trainer.planning.schedule.schedule import Schedule, build_schedule
 
 
 def ordered(plan: Plan, order: str) -> Schedule:

@@ -13,8 +13,8 @@ from tilings import grid_plan, irregular, is_grid, is_guillotine, pipeline, plan
 
 from whale_trainer.errors import PlanError
 from whale_trainer.planning.plan import SCHEDULES, Plan
-from whale_trainer.planning.replay import check, draw
-from whale_trainer.planning.schedule import (
+from whale_trainer.planning.schedule.replay import check, draw
+from whale_trainer.planning.schedule.schedule import (
     _ORDERS,
     Action,
     Message,

@@ -12,14 +12,14 @@ from tilings import pipeline, plan_of, plans, tile
 
 from whale_trainer.cluster import Cluster, load_cluster
 from whale_trainer.model_spec import ModelSpec
-from whale_trainer.planning.costs import CostModel
+from whale_trainer.planning.costs.cost_model import CostModel
 from whale_trainer.planning.plan import Plan, PlannedDevice
-from whale_trainer.planning.plan_times import PlanTimes
 from whale_trainer.planning.planner import answer, build_plan
 from whale_trainer.planning.precision import PRECISIONS
-from whale_trainer.planning.simulate import Crossing, GradientSum, simulate
-from whale_trainer.planning.timeline import Activity
-from whale_trainer.planning.times import TimeModel
+from whale_trainer.planning.simulation.plan_times import PlanTimes
+from whale_trainer.planning.simulation.simulate import Crossing, GradientSum, simulate
+from whale_trainer.planning.simulation.timeline import Activity
+from whale_trainer.planning.simulation.times import TimeModel
 
 
 class Fixed:

@@ -10,9 +10,9 @@ from specs import gpt_spec, plain_spec
 
 from whale_trainer.cluster import Cluster, load_cluster
 from whale_trainer.model_spec import ModelSpec
-from whale_trainer.planning.costs import CostModel
+from whale_trainer.planning.costs.cost_model import CostModel
 from whale_trainer.planning.precision import PRECISIONS
-from whale_trainer.planning.times import BACKWARD_FACTOR, KERNEL_S, TimeModel
+from whale_trainer.planning.simulation.times import BACKWARD_FACTOR, KERNEL_S, TimeModel
 
 
 def hardware() -> Cluster:

@@ -12,9 +12,9 @@ from specs import cpu_cluster, gpt_spec, plain_spec, preset
 
 from whale_trainer.cluster import Cluster, load_cluster
 from whale_trainer.errors import PlanError
-from whale_trainer.planning.balance import water_fill
 from whale_trainer.planning.planner import answer, build_plan
-from whale_trainer.planning.whale import largest_remainders, shift_loads
+from whale_trainer.planning.search.balance import water_fill
+from whale_trainer.planning.search.whale import largest_remainders, shift_loads
 
 CONF = Path(__file__).parents[2] / "conf"
 

@@ -17,8 +17,8 @@ from whale_trainer.data.draws import seed_generators
 from whale_trainer.describe import first_inputs, layers_of, model_loss
 from whale_trainer.errors import ConfigError, Problem
 from whale_trainer.model_spec import ModelSpec
-from whale_trainer.planning.costs import dim_shares, layer_part
-from whale_trainer.planning.profile import equal_layers
+from whale_trainer.planning.costs.cost_model import dim_shares, layer_part
+from whale_trainer.planning.simulation.profile import equal_layers
 from whale_trainer.runtime.alone import lone_layer
 from whale_trainer.runtime.dropout import DropoutState
 from whale_trainer.runtime.precision import Precision

@@ -11,7 +11,7 @@ from whale_trainer.calibration.present import Present
 from whale_trainer.calibration.statistics import fit_line, latency_and_rate, rounded
 from whale_trainer.device_kinds import DTYPES, GIB, DType
 from whale_trainer.model_spec import ModelSpec
-from whale_trainer.planning.profile import (
+from whale_trainer.planning.simulation.profile import (
     FailedTrial,
     KindTimes,
     LayerTimes,

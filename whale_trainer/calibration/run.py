@@ -29,8 +29,8 @@ from whale_trainer.errors import ConfigError, Problem
 from whale_trainer.launch import launch, torchrun_rank
 from whale_trainer.model_spec import ModelSpec
 from whale_trainer.planning.plan import Plan, PlannedDevice, Shard, Tile
-from whale_trainer.planning.profile import KindTimes, LinkTimes, Profile, identity_of
 from whale_trainer.planning.shares import Interval
+from whale_trainer.planning.simulation.profile import KindTimes, LinkTimes, Profile, identity_of
 from whale_trainer.validation import counted
 
 PROFILE, CLUSTER = "profile.yaml", "cluster.yaml"

@@ -9,8 +9,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from whale_trainer.planning.memory import size
-from whale_trainer.planning.profile import KindTimes, LayerTimes, LinkTimes, Profile
+from whale_trainer.planning.costs.memory import size
+from whale_trainer.planning.simulation.profile import KindTimes, LayerTimes, LinkTimes, Profile
 from whale_trainer.validation import counted
 
 

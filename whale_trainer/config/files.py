@@ -9,8 +9,8 @@ from typing import Any
 import yaml
 
 from whale_trainer.errors import ConfigError, Problem
-from whale_trainer.planning.profile import PATH as PROFILE
-from whale_trainer.planning.profile import Profile, load_profile, merge_profiles
+from whale_trainer.planning.simulation.profile import PATH as PROFILE
+from whale_trainer.planning.simulation.profile import Profile, load_profile, merge_profiles
 from whale_trainer.validation import did_you_mean, nearest
 
 FILE = "cluster.file"

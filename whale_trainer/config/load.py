@@ -34,7 +34,7 @@ from whale_trainer.config.sections import (
 )
 from whale_trainer.config.target import Target, read_target
 from whale_trainer.errors import ConfigError, Problem
-from whale_trainer.planning.profile import Profile
+from whale_trainer.planning.simulation.profile import Profile
 from whale_trainer.planning.strategy import StrategySpec, load_strategy
 from whale_trainer.validation import did_you_mean, problems_of, yaml_path
 

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from whale_trainer.describe.meta import without_compiler
-from whale_trainer.planning.costs import ADAMW, OptimizerBytes
+from whale_trainer.planning.costs.cost_model import ADAMW, OptimizerBytes
 
 ROWS, COLUMNS = 32, 64
 """Of a small parameter: two dims, as most weights have."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from whale_trainer.planning.costs import MemoryItems
+from whale_trainer.planning.costs.cost_model import MemoryItems
 from whale_trainer.planning.plan import Plan
-from whale_trainer.planning.timeline import Timeline
+from whale_trainer.planning.simulation.timeline import Timeline
 
 
 @dataclass(frozen=True)

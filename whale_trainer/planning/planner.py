@@ -1,6 +1,6 @@
 """From model, cluster and strategy to a plan: the decisions, or the reason why there is none.
 
-A strategy without scopes is searched (`planning.search`); one with scopes is laid out (`planning.scoped`). What stands
+A strategy without scopes is searched (`planning.search.search`); one with scopes is laid out (`planning.search.scoped`). What stands
 here is the comparison with the base lines, the prediction, and the final accounts.
 """
 
@@ -14,20 +14,20 @@ from whale_trainer.cluster import Cluster
 from whale_trainer.errors import ConfigError, PlanError, Problem
 from whale_trainer.model_spec import ModelSpec
 from whale_trainer.planning.answer import Alternative, Answer
-from whale_trainer.planning.bounds import bound_by, ideal_step_s
-from whale_trainer.planning.candidates import Candidate, Weigher, describe_tiles
-from whale_trainer.planning.costs import ADAMW, CostModel, MemoryItems, OptimizerBytes
-from whale_trainer.planning.job import Job
-from whale_trainer.planning.memory import check_memory, rank_memory, usable_bytes, with_framework, with_memory
-from whale_trainer.planning.moves import improve
+from whale_trainer.planning.costs.cost_model import ADAMW, CostModel, MemoryItems, OptimizerBytes
+from whale_trainer.planning.costs.memory import check_memory, rank_memory, usable_bytes, with_framework, with_memory
 from whale_trainer.planning.plan import Plan, Prediction
 from whale_trainer.planning.precision import check_dtype, precision_of
-from whale_trainer.planning.scoped import Found, check_batch, from_scopes, tightest
 from whale_trainer.planning.scopes import DEFAULT, Section, most_shards, sections_of
-from whale_trainer.planning.search import Limits, SearchSpace, search
+from whale_trainer.planning.search.candidates import Candidate, Weigher, describe_tiles
+from whale_trainer.planning.search.job import Job
+from whale_trainer.planning.search.moves import improve
+from whale_trainer.planning.search.scoped import Found, check_batch, from_scopes, tightest
+from whale_trainer.planning.search.search import Limits, SearchSpace, search
 from whale_trainer.planning.shares import Interval
+from whale_trainer.planning.simulation.bounds import bound_by, ideal_step_s
+from whale_trainer.planning.simulation.times import LayerProfile, TimeModel
 from whale_trainer.planning.strategy import PRESETS, Degrees, StrategySpec, load_strategy
-from whale_trainer.planning.times import LayerProfile, TimeModel
 from whale_trainer.validation import counted
 
 BASE_PRESETS = ("replicate", "hybrid", "pipeline", "split", "single")

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from whale_trainer.model_spec import ModelSpec
 from whale_trainer.planning.answer import Answer
-from whale_trainer.planning.load import rank_flops
-from whale_trainer.planning.memory import size
+from whale_trainer.planning.costs.load import rank_flops
+from whale_trainer.planning.costs.memory import size
 from whale_trainer.planning.picture import drawing
 from whale_trainer.planning.plan import Plan, PlannedDevice
 from whale_trainer.planning.shares import cut_units

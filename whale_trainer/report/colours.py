@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from whale_trainer.planning.plan import Plan
-from whale_trainer.planning.timeline import Activity
+from whale_trainer.planning.simulation.timeline import Activity
 
 KINDS = ("#56b4e9", "#e69f00", "#cc79a7", "#009e73", "#0072b2", "#d55e00")
 """By device kind in order of first appearance, the hues of `table.COLOURS`; darker from the seventh kind on."""

@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 
 from whale_trainer.errors import PlanError
-from whale_trainer.planning.actions import Action
-from whale_trainer.planning.timeline import Span, Timeline
+from whale_trainer.planning.schedule.actions import Action
+from whale_trainer.planning.simulation.timeline import Span, Timeline
 
 
 def spans_by_rank(timeline: Timeline) -> dict[int, list[Span]]:

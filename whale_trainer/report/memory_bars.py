@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 from whale_trainer.planning.answer import Answer
-from whale_trainer.planning.costs import MemoryItems
-from whale_trainer.planning.memory import size
+from whale_trainer.planning.costs.cost_model import MemoryItems
+from whale_trainer.planning.costs.memory import size
 from whale_trainer.planning.show import MOST_RANKS
 from whale_trainer.report.colours import item_colours, kind_colours
 from whale_trainer.report.markup import Markup, joined, tag

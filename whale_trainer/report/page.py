@@ -16,7 +16,7 @@ from whale_trainer.planning.answer import Answer
 from whale_trainer.planning.plan import Plan
 from whale_trainer.planning.show import HEADINGS, device_rows
 from whale_trainer.planning.show import title as plan_title
-from whale_trainer.planning.timeline import Timeline
+from whale_trainer.planning.simulation.timeline import Timeline
 from whale_trainer.report.colours import kind_colours
 from whale_trainer.report.lanes import pass_seconds
 from whale_trainer.report.markup import Markup, duration, joined, tag, three_digits

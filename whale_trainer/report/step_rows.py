@@ -13,7 +13,7 @@ from math import floor, log10
 
 from whale_trainer.planning.plan import Plan
 from whale_trainer.planning.show import MOST_RANKS
-from whale_trainer.planning.timeline import Activity, Span, Timeline
+from whale_trainer.planning.simulation.timeline import Activity, Span, Timeline
 from whale_trainer.report.colours import ACTIVITIES, ink, kind_colours
 from whale_trainer.report.lanes import lanes_of, representatives, spans_by_rank
 from whale_trainer.report.markup import Markup, duration, number, tag

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from whale_trainer.planning.plan import Plan
-from whale_trainer.planning.timeline import Activity, Span, Timeline
+from whale_trainer.planning.simulation.timeline import Activity, Span, Timeline
 from whale_trainer.report.lanes import action_of, lanes_of, spans_by_rank
 
 FILE = "timeline.json"

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from whale_trainer.errors import RankError
-from whale_trainer.planning.schedule import Action, Message
+from whale_trainer.planning.schedule.schedule import Action, Message
 from whale_trainer.runtime.mesh import Mesh
 
 Boundary = Any

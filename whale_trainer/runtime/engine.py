@@ -19,11 +19,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from whale_trainer.model_spec import ModelSpec
-from whale_trainer.planning.lowering import lower
 from whale_trainer.planning.pieces import gradient_buckets, parameter_layouts
 from whale_trainer.planning.plan import Plan
-from whale_trainer.planning.schedule import Action, Compute, Instruction, Op, build_schedule
-from whale_trainer.planning.schedule import messages as bridge_messages
+from whale_trainer.planning.schedule.lowering import lower
+from whale_trainer.planning.schedule.schedule import Action, Compute, Instruction, Op, build_schedule
+from whale_trainer.planning.schedule.schedule import messages as bridge_messages
 from whale_trainer.planning.shares import Interval
 from whale_trainer.runtime.bridge import Bridges
 from whale_trainer.runtime.dropout import DropoutState

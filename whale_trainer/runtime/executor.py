@@ -1,7 +1,7 @@
 """Runs a rank's list of instructions: a dispatch table and the memory of what is in flight. Decides nothing.
 
-The instructions come from `planning.lowering`; the replay that proves them free of deadlock has the same meaning for
-each: a receive is posted and does not wait, a compute waits for its inputs, a send does not wait.
+The instructions come from `planning.schedule.lowering`; the replay that proves them free of deadlock has the same
+meaning for each: a receive is posted and does not wait, a compute waits for its inputs, a send does not wait.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map
 
 from whale_trainer.describe import first_inputs, model_loss
 from whale_trainer.planning.plan import Plan
-from whale_trainer.planning.schedule import Action, Compute, Instruction, Message, Op, Receive, Send
+from whale_trainer.planning.schedule.schedule import Action, Compute, Instruction, Message, Op, Receive, Send
 from whale_trainer.planning.shares import Interval
 from whale_trainer.runtime.bridge import Arrival, Boundary, Bridges, Layout, tensors_of
 from whale_trainer.runtime.dropout import DropoutState

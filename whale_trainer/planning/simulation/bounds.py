@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from math import isclose
 
 from whale_trainer.planning.plan import Plan
-from whale_trainer.planning.simulate import Alike, Simulation
-from whale_trainer.planning.times import TimeModel
+from whale_trainer.planning.simulation.simulate import Alike, Simulation
+from whale_trainer.planning.simulation.times import TimeModel
 
 
 def ideal_step_s(times: TimeModel, global_batch: int) -> float:

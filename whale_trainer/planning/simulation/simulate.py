@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Protocol
 
-from whale_trainer.planning.actions import Action, Op
 from whale_trainer.planning.plan import Plan
-from whale_trainer.planning.schedule import Bridge, bridges_between, order_of
-from whale_trainer.planning.timeline import Activity, Span, Timeline
+from whale_trainer.planning.schedule.actions import Action, Op
+from whale_trainer.planning.schedule.schedule import Bridge, bridges_between, order_of
+from whale_trainer.planning.simulation.timeline import Activity, Span, Timeline
 
 
 @dataclass(frozen=True)

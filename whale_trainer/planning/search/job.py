@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 
 from whale_trainer.cluster import Cluster, Device
 from whale_trainer.model_spec import ModelSpec
-from whale_trainer.planning.candidates import Weigher
-from whale_trainer.planning.costs import CostModel
-from whale_trainer.planning.memory import usable_bytes
-from whale_trainer.planning.replicas import Setting
+from whale_trainer.planning.costs.cost_model import CostModel
+from whale_trainer.planning.costs.memory import usable_bytes
+from whale_trainer.planning.search.candidates import Weigher
+from whale_trainer.planning.search.replicas import Setting
+from whale_trainer.planning.search.whale import peak_speed
+from whale_trainer.planning.simulation.times import Seconds, TimeModel
 from whale_trainer.planning.strategy import StrategySpec
-from whale_trainer.planning.times import Seconds, TimeModel
-from whale_trainer.planning.whale import peak_speed
 
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 """What a strategy with scopes may choose from where it leaves the number open."""

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from math import ceil, sqrt
 
-from whale_trainer.planning.candidates import Candidate, Weigher
 from whale_trainer.planning.plan import Tile
+from whale_trainer.planning.search.candidates import Candidate, Weigher
 from whale_trainer.planning.shares import Interval
 
 Tiles = tuple[Tile, ...]

@@ -14,9 +14,9 @@ from itertools import accumulate, pairwise
 from math import inf
 
 from whale_trainer.cluster import Device
-from whale_trainer.planning.balance import whole_weights
-from whale_trainer.planning.groups import Group
-from whale_trainer.planning.replicas import Layout, Setting, Stage
+from whale_trainer.planning.search.balance import whole_weights
+from whale_trainer.planning.search.groups import Group
+from whale_trainer.planning.search.replicas import Layout, Setting, Stage
 from whale_trainer.planning.shares import Interval
 
 

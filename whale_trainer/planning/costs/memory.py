@@ -9,11 +9,11 @@ from math import inf
 from whale_trainer.device_kinds import GIB, DeviceKind
 from whale_trainer.errors import PlanError
 from whale_trainer.model_spec import Cut, ModelSpec, ParameterSpec
-from whale_trainer.planning.costs import CostModel, MemoryItems, shard_elements
-from whale_trainer.planning.footprints import Flow, State
-from whale_trainer.planning.load import tile_depths
+from whale_trainer.planning.costs.cost_model import CostModel, MemoryItems, shard_elements
+from whale_trainer.planning.costs.footprints import Flow, State
+from whale_trainer.planning.costs.load import tile_depths
 from whale_trainer.planning.plan import Plan, PlannedDevice, Tile
-from whale_trainer.planning.schedule import Op, Schedule, build_schedule
+from whale_trainer.planning.schedule.schedule import Op, Schedule, build_schedule
 from whale_trainer.planning.shares import Interval, cut_elements
 from whale_trainer.validation import counted
 

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from whale_trainer.cluster import Cluster, Device
 from whale_trainer.device_kinds import DeviceKind, Link
-from whale_trainer.planning.costs import CostModel, layer_part, shard_elements
+from whale_trainer.planning.costs.cost_model import CostModel, layer_part, shard_elements
 
 Seconds = npt.NDArray[np.float64]
 
@@ -36,7 +36,7 @@ TRAFFIC_FACTORS = {"fp64": 2.0, "fp32": 1.0, "bf16": 0.6, "fp16": 0.6}
 
 
 class LayerProfile(Protocol):
-    """Measured times of layers, by kind; see `planning.profile`."""
+    """Measured times of layers, by kind; see `planning.simulation.profile`."""
 
     def pass_s(self, kind: str, layer: str, samples: float, part: float) -> tuple[float, float] | None:
         """(forward, backward) seconds of a layer with `part` of its cut work; None where nothing was measured."""

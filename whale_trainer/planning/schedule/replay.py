@@ -11,10 +11,10 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 from whale_trainer.errors import PlanError
-from whale_trainer.planning.actions import Action, Compute, Instruction, Message, Op, Receive, Send
-from whale_trainer.planning.lowering import lower
 from whale_trainer.planning.plan import Plan
-from whale_trainer.planning.schedule import Schedule
+from whale_trainer.planning.schedule.actions import Action, Compute, Instruction, Message, Op, Receive, Send
+from whale_trainer.planning.schedule.lowering import lower
+from whale_trainer.planning.schedule.schedule import Schedule
 
 Programs = Mapping[int, Sequence[Instruction]] | Sequence[Sequence[Instruction]]
 """Instructions by rank."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from whale_trainer.planning.schedule import Action, Compute, Instruction, Message, Receive, Schedule, Send
+from whale_trainer.planning.schedule.schedule import Action, Compute, Instruction, Message, Receive, Schedule, Send
 
 
 def lower(schedule: Schedule, rank: int) -> tuple[Instruction, ...]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from whale_trainer.model_spec import ModelSpec
-from whale_trainer.planning.costs import dim_shares, shard_flops
+from whale_trainer.planning.costs.cost_model import dim_shares, shard_flops
 from whale_trainer.planning.plan import Plan
-from whale_trainer.planning.schedule import bridges_of, warm_ups
+from whale_trainer.planning.schedule.schedule import bridges_of, warm_ups
 
 
 def tile_depths(plan: Plan) -> tuple[int, ...]:

@@ -19,8 +19,8 @@ from whale_trainer.cluster import Cluster
 from whale_trainer.device_kinds import DeviceKind
 from whale_trainer.errors import ConfigError, Problem
 from whale_trainer.model_spec import LayerSpec, ModelSpec
-from whale_trainer.planning.curves import Curve, Surface
 from whale_trainer.planning.precision import PRECISIONS
+from whale_trainer.planning.simulation.curves import Curve, Surface
 from whale_trainer.validation import counted, did_you_mean, problems_of, refusal
 
 SCHEMA_VERSION = 1

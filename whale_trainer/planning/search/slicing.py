@@ -16,7 +16,7 @@ from itertools import combinations
 import numpy as np
 import numpy.typing as npt
 
-from whale_trainer.planning.schedule import Bridge
+from whale_trainer.planning.schedule.schedule import Bridge
 
 Numbers = npt.NDArray[np.int64]
 Rectangle = tuple[int, int, int, int]

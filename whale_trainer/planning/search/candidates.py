@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from whale_trainer.cluster import Cluster
-from whale_trainer.planning.costs import CostModel
-from whale_trainer.planning.memory import flow_of, in_flight, rank_memory, usable_bytes
+from whale_trainer.planning.costs.cost_model import CostModel
+from whale_trainer.planning.costs.memory import flow_of, in_flight, rank_memory, usable_bytes
 from whale_trainer.planning.plan import Plan, PlannedDevice, Shard, Tile
-from whale_trainer.planning.plan_times import PlanTimes
 from whale_trainer.planning.shares import Interval
-from whale_trainer.planning.simulate import Simulation, simulate
-from whale_trainer.planning.times import TimeModel
+from whale_trainer.planning.simulation.plan_times import PlanTimes
+from whale_trainer.planning.simulation.simulate import Simulation, simulate
+from whale_trainer.planning.simulation.times import TimeModel
 from whale_trainer.validation import counted
 
 

@@ -16,17 +16,17 @@ import numpy as np
 import numpy.typing as npt
 
 from whale_trainer.cluster import Device
-from whale_trainer.planning.actions import Op
-from whale_trainer.planning.candidates import Weigher
-from whale_trainer.planning.costs import ShardCosts
-from whale_trainer.planning.footprints import Flow
-from whale_trainer.planning.memory import usable_bytes
+from whale_trainer.planning.costs.cost_model import ShardCosts
+from whale_trainer.planning.costs.footprints import Flow
+from whale_trainer.planning.costs.memory import usable_bytes
 from whale_trainer.planning.plan import Shard, Tile
-from whale_trainer.planning.schedule import Bridge, warm_ups
+from whale_trainer.planning.schedule.actions import Op
+from whale_trainer.planning.schedule.schedule import Bridge, warm_ups
+from whale_trainer.planning.search.candidates import Weigher
+from whale_trainer.planning.search.slicing import Slicings
 from whale_trainer.planning.shares import Interval
-from whale_trainer.planning.simulate import Program, compiled
-from whale_trainer.planning.slicing import Slicings
-from whale_trainer.planning.times import Seconds
+from whale_trainer.planning.simulation.simulate import Program, compiled
+from whale_trainer.planning.simulation.times import Seconds
 
 ROOMY = 1.5
 """Where a device has that many times the memory that all layers of all samples need, tiles are not looked at."""

@@ -13,12 +13,12 @@ from itertools import combinations, groupby, permutations
 import numpy as np
 
 from whale_trainer.cluster import Device
-from whale_trainer.planning.balance import whole_weights
-from whale_trainer.planning.candidates import Candidate, Weigher
 from whale_trainer.planning.plan import Tile
-from whale_trainer.planning.slicing import groupings, slicings
-from whale_trainer.planning.tilings import Bounded, Grid, Group, Table
-from whale_trainer.planning.times import Seconds
+from whale_trainer.planning.search.balance import whole_weights
+from whale_trainer.planning.search.candidates import Candidate, Weigher
+from whale_trainer.planning.search.slicing import groupings, slicings
+from whale_trainer.planning.search.tilings import Bounded, Grid, Group, Table
+from whale_trainer.planning.simulation.times import Seconds
 
 MOST_DEVICES = 4
 """Up to which the search is over all tilings; beyond, their number grows too fast."""

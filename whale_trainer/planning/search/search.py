@@ -16,13 +16,13 @@ from itertools import product
 from math import inf
 
 from whale_trainer.cluster import Device
-from whale_trainer.planning.candidates import Candidate, Weigher
-from whale_trainer.planning.groups import Group, form_groups
-from whale_trainer.planning.moves import improve
-from whale_trainer.planning.replicas import Layout, Setting, best_layout, separate_layout
+from whale_trainer.planning.search.candidates import Candidate, Weigher
+from whale_trainer.planning.search.groups import Group, form_groups
+from whale_trainer.planning.search.moves import improve
+from whale_trainer.planning.search.replicas import Layout, Setting, best_layout, separate_layout
+from whale_trainer.planning.search.small import MOST_DEVICES, search_small
 from whale_trainer.planning.shares import Interval
-from whale_trainer.planning.small import MOST_DEVICES, search_small
-from whale_trainer.planning.times import KERNEL_S
+from whale_trainer.planning.simulation.times import KERNEL_S
 
 SPLITS = (1, 2, 4, 8, 16)
 STAGES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)

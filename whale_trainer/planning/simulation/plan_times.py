@@ -8,12 +8,12 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 
 from whale_trainer.cluster import Device
-from whale_trainer.planning.actions import Op
 from whale_trainer.planning.pieces import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from whale_trainer.planning.plan import Plan
-from whale_trainer.planning.schedule import Bridge, pair_ranks
-from whale_trainer.planning.simulate import Crossing, GradientSum, parts_of
-from whale_trainer.planning.times import Seconds, TimeModel
+from whale_trainer.planning.schedule.actions import Op
+from whale_trainer.planning.schedule.schedule import Bridge, pair_ranks
+from whale_trainer.planning.simulation.simulate import Crossing, GradientSum, parts_of
+from whale_trainer.planning.simulation.times import Seconds, TimeModel
 
 
 class PlanTimes:

@@ -14,8 +14,8 @@ from functools import cached_property
 from itertools import accumulate
 
 from whale_trainer.errors import PlanError
-from whale_trainer.planning.actions import Action, Compute, Instruction, Message, Op, Receive, Send
 from whale_trainer.planning.plan import Plan, Tile
+from whale_trainer.planning.schedule.actions import Action, Compute, Instruction, Message, Op, Receive, Send
 from whale_trainer.planning.shares import Interval
 
 __all__ = [

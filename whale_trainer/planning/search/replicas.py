@@ -14,13 +14,13 @@ from itertools import combinations_with_replacement, islice
 from math import comb, inf
 
 from whale_trainer.cluster import Device
-from whale_trainer.planning.balance import SLACKS, allot, shard_weights
-from whale_trainer.planning.costs import CostModel
-from whale_trainer.planning.cutting import Chain, Cutting, StageTable
-from whale_trainer.planning.groups import Group
+from whale_trainer.planning.costs.cost_model import CostModel
 from whale_trainer.planning.plan import Shard, Tile
+from whale_trainer.planning.search.balance import SLACKS, allot, shard_weights
+from whale_trainer.planning.search.cutting import Chain, Cutting, StageTable
+from whale_trainer.planning.search.groups import Group
 from whale_trainer.planning.shares import Interval, intervals
-from whale_trainer.planning.times import Seconds
+from whale_trainer.planning.simulation.times import Seconds
 
 MOST_ARRANGEMENTS = 400
 """Ways of dealing groups to replicas that are tried, after the three obvious ones; fewer for large micro-batches."""

@@ -7,17 +7,17 @@ from dataclasses import dataclass
 
 from whale_trainer.cluster import Cluster, Device
 from whale_trainer.errors import ConfigError, PlanError, Problem
-from whale_trainer.planning.allocation import Claim, degree_choices, hand_out
-from whale_trainer.planning.candidates import Candidate
-from whale_trainer.planning.groups import form_groups
-from whale_trainer.planning.job import Job
-from whale_trainer.planning.memory import check_memory, rank_memory, usable_bytes
+from whale_trainer.planning.costs.memory import check_memory, rank_memory, usable_bytes
 from whale_trainer.planning.plan import Plan, Tile
 from whale_trainer.planning.precision import check_dtype
-from whale_trainer.planning.replicas import Layout, Setting, Stage, best_layout
 from whale_trainer.planning.scopes import DEFAULT, Section, fixed, sections_of
+from whale_trainer.planning.search.allocation import Claim, degree_choices, hand_out
+from whale_trainer.planning.search.candidates import Candidate
+from whale_trainer.planning.search.groups import form_groups
+from whale_trainer.planning.search.job import Job
+from whale_trainer.planning.search.replicas import Layout, Setting, Stage, best_layout
+from whale_trainer.planning.search.whale import whale_layout
 from whale_trainer.planning.strategy import Degrees, StrategySpec
-from whale_trainer.planning.whale import whale_layout
 
 Choice = tuple[int, int, int]
 """Degrees (replicate, stages, split)."""

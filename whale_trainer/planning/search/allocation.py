@@ -11,8 +11,8 @@ from whale_trainer.cluster import Cluster, Device
 from whale_trainer.device_kinds import kind_name
 from whale_trainer.errors import ConfigError, Problem
 from whale_trainer.model_spec import ModelSpec
-from whale_trainer.planning.groups import count_groups
 from whale_trainer.planning.scopes import Section, fixed, most_shards
+from whale_trainer.planning.search.groups import count_groups
 from whale_trainer.planning.strategy import Degrees
 from whale_trainer.validation import did_you_mean
 

@@ -11,9 +11,17 @@ from typing import Any
 import numpy as np
 
 from whale_trainer.model_spec import Footprint, LayerSpec, ModelSpec, ParameterSpec, SplitDim
-from whale_trainer.planning.footprints import Flow, Numbers, RangeMax, ShardFootprints, State, part_of, rough_footprint
-from whale_trainer.planning.items import MemoryItems as MemoryItems
-from whale_trainer.planning.parameter_table import ParameterTable
+from whale_trainer.planning.costs.footprints import (
+    Flow,
+    Numbers,
+    RangeMax,
+    ShardFootprints,
+    State,
+    part_of,
+    rough_footprint,
+)
+from whale_trainer.planning.costs.items import MemoryItems as MemoryItems
+from whale_trainer.planning.costs.parameter_table import ParameterTable
 from whale_trainer.planning.precision import Precision
 from whale_trainer.planning.shares import cut_elements, cut_units, kv_dim, kv_part
 

@@ -17,9 +17,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from whale_trainer.planning.costs import TileCosts
+from whale_trainer.planning.costs.cost_model import TileCosts
 from whale_trainer.planning.shares import Interval
-from whale_trainer.planning.times import Seconds
+from whale_trainer.planning.simulation.times import Seconds
 
 MOST_STATES = 300
 """States up to which all orders of the groups are searched; 8 + 8 devices of two kinds have 81."""

@@ -1,0 +1,1 @@
+"""Where plans come from: shares, groups, cuts of layers, the search over degrees, Whale's algorithm."""

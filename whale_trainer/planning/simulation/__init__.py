@@ -1,0 +1,1 @@
+"""How long a plan takes: times of layers, links and sums, and the schedule played against them."""
