@@ -1,7 +1,8 @@
 """From model, cluster and strategy to a plan: the decisions, or the reason why there is none.
 
 A strategy without scopes is searched (`planning.search.search`); one with scopes is laid out
-(`planning.search.scoped`). What stands here is the comparison with the base lines, the prediction, and the final accounts.
+(`planning.search.scoped`). What stands here is the comparison with the base lines, the prediction, and the final
+accounts.
 """
 
 from __future__ import annotations
