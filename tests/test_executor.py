@@ -15,6 +15,7 @@ from whale_trainer.describe import describe
 from whale_trainer.errors import RankError
 from whale_trainer.planning.plan import Plan
 from whale_trainer.runtime.engine import Engine
+from whale_trainer.runtime.pace import OwnPace, Pace
 from whale_trainer.runtime.trace import Event, Trace
 
 pytestmark = pytest.mark.ranks
@@ -38,10 +39,10 @@ def square_batch(size: int, step: int, width: int = 6) -> tuple[Tensor]:
     return (torch.randn(size, width, dtype=torch.float64, generator=torch.Generator().manual_seed(step)),)
 
 
-def stack_engine(rank: int, plan: Plan, trace: Trace | None = None) -> Engine:
+def stack_engine(rank: int, plan: Plan, pace: Pace | None = None) -> Engine:
     torch.manual_seed(0)
     model = Stack(plan.num_layers)
-    return Engine(plan, describe(model, square_batch(2, 0)), model, rank=rank, precision="64-true", trace=trace)
+    return Engine(plan, describe(model, square_batch(2, 0)), model, rank=rank, precision="64-true", pace=pace)
 
 
 def count_live_micro_batches(rank: int, _world_size: int, plan: Plan) -> int:
@@ -84,7 +85,7 @@ def trace_step(rank: int, _world_size: int, plan: Plan) -> list[Event]:
     torch.manual_seed(0)
     model = gpt(width=192, vocab_size=256, context=64)
     batch = token_batch(plan.global_batch, 0, vocab_size=256, context=64)
-    engine = Engine(plan, describe(model, batch), model, rank=rank, trace=trace)
+    engine = Engine(plan, describe(model, batch), model, rank=rank, pace=OwnPace(trace))
     for step in range(2):
         engine.train_step(rank_batch(batch, plan, rank, plan.global_batch), step)
     return list(trace.events)

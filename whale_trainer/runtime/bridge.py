@@ -20,6 +20,7 @@ from torch import Tensor
 from whale_trainer.errors import RankError
 from whale_trainer.planning.schedule.schedule import Action, Message
 from whale_trainer.runtime.mesh import Mesh
+from whale_trainer.runtime.pace import Pace
 
 Boundary = Any
 """A tensor, or a dict of str to tensor or None."""
@@ -88,8 +89,9 @@ class Arrival:
 class Bridges:
     """All messages of one rank. Sends never block; receives are posted early and waited for when they are needed."""
 
-    def __init__(self, mesh: Mesh) -> None:
+    def __init__(self, mesh: Mesh, pace: Pace) -> None:
         self._mesh = mesh
+        self._pace = pace
         self._sending: dict[int, deque[tuple[Action, dist.Work, Tensor]]] = {}
         """By rank that receives: the action that uses the tensor, and what is under way."""
         self._layouts: dict[tuple[Any, ...], Layout] = {}
@@ -119,9 +121,10 @@ class Bridges:
                     f"the boundary after tile {message.source_tile} changed from {before.entries} to {layout.entries}: "
                     "plans with stages need batches of one shape; pad the samples to one length in the collate function"
                 )
-        for tensor in tensors:
-            if tensor is not None:
-                self._start(tensor.contiguous(), message)
+        travelling = [tensor.contiguous() for tensor in tensors if tensor is not None]
+        self._pace.sent(message, sum(tensor.nbytes for tensor in travelling))
+        for tensor in travelling:
+            self._start(tensor, message)
 
     def _start(self, tensor: Tensor, message: Message) -> None:
         group = self._mesh.channel(message.source_rank, message.target_rank)

@@ -30,9 +30,9 @@ from whale_trainer.runtime.dropout import DropoutState
 from whale_trainer.runtime.executor import Executor, Pass
 from whale_trainer.runtime.gradients import GradientSums
 from whale_trainer.runtime.mesh import Mesh
+from whale_trainer.runtime.pace import OwnPace, Pace
 from whale_trainer.runtime.precision import Precision
 from whale_trainer.runtime.shards import ShardBuilder, cut_parameters, tied_names
-from whale_trainer.runtime.trace import Trace
 from whale_trainer.runtime.vocab import VocabShard
 
 
@@ -84,7 +84,7 @@ class Engine:
         device: torch.device | str = "cpu",
         seed: int = 0,
         precision: str = "32-true",
-        trace: Trace | None = None,
+        pace: Pace | None = None,
     ) -> None:
         self.plan = plan
         self.spec = spec
@@ -93,7 +93,7 @@ class Engine:
         self.rank = rank
         self.device = torch.device(device)
         self.precision = Precision(precision, self.device.type)
-        self.trace = trace
+        self.pace = pace or OwnPace()
         self.layouts = parameter_layouts(plan, spec)
         self.dropout = DropoutState(seed)
         self._count_per_sample = 1.0
@@ -112,24 +112,24 @@ class Engine:
             builder.copy(index)
         self.pieces = cut_parameters(model, self.layouts, rank)
         self.tiles = {i: builder.bind(i, self.pieces, self._group(i)) for i in plan.tiles_of(rank)}
-        self.sums = GradientSums(self.layouts, self.pieces, self.mesh, trace)
+        self.sums = GradientSums(self.layouts, self.pieces, self.mesh, self.pace)
         self._executor = Executor(
             plan,
             rank,
             model,
             self.tiles,
-            Bridges(self.mesh),
+            Bridges(self.mesh, self.pace),
             self.sums,
             self.dropout,
             self.precision,
             self.device,
-            trace,
+            self.pace,
         )
         self._program = lru_cache(maxsize=32)(self._make_program)
 
     def _group(self, tile: int) -> dist.ProcessGroup | None:
         ranks = self.plan.tiles[tile].ranks
-        return self.mesh.tensor_group(ranks) if len(ranks) > 1 else None
+        return self.pace.tensor_group(ranks, self.mesh.tensor_group(ranks)) if len(ranks) > 1 else None
 
     def _make_program(self, batch_size: int, training: bool) -> _Program:
         schedule = build_schedule(self.plan, batch_size, training=training)
@@ -162,6 +162,7 @@ class Engine:
         `batch` is this rank's `RankBatch`; `step` counts optimizer steps and feeds the dropout.
         """
         self._train(True)
+        self.pace.begin_step()
         program = self._program(batch.size, True)
         planned = 2.0 ** round(math.log2(max(1.0, self._count_per_sample * batch.size)))
         self.sums.begin()
@@ -172,8 +173,10 @@ class Engine:
             Pass(batch.size, batch.rows, batch.samples, step, True, root_scale, program.finals, program.places),
         )
         self.sums.finish()
+        self.pace.sums_waited()
         totals = self._totals(run, self.sums.owned_square_sum())
         loss_sum, count, squares = totals.tolist()
+        self.pace.met()
         # the loss was divided by `planned`, a power of two (so exactly); the true count is known only now
         factor = planned / count / self.precision.loss_scale if count else 0.0
         gradients = self.sums.gradients()

@@ -24,9 +24,9 @@ from whale_trainer.planning.shares import Interval
 from whale_trainer.runtime.bridge import Arrival, Boundary, Bridges, Layout, tensors_of
 from whale_trainer.runtime.dropout import DropoutState
 from whale_trainer.runtime.gradients import GradientSums
+from whale_trainer.runtime.pace import Pace
 from whale_trainer.runtime.precision import Precision
 from whale_trainer.runtime.shards import TileLayers
-from whale_trainer.runtime.trace import Trace
 
 
 def slice_samples(samples: Any, rows: tuple[int, ...], wanted: Interval) -> Any:
@@ -88,7 +88,7 @@ class Executor:
         dropout: DropoutState,
         precision: Precision,
         device: torch.device,
-        trace: Trace | None = None,
+        pace: Pace,
     ) -> None:
         self._plan = plan
         self._rank = rank
@@ -99,7 +99,7 @@ class Executor:
         self._dropout = dropout
         self._precision = precision
         self._device = device
-        self._trace = trace
+        self._pace = pace
         self._output_layouts: dict[tuple[int, bool], Layout] = {}
         self._handlers: dict[type, Callable[[Any, Pass], None]] = {
             Receive: self._receive,
@@ -121,6 +121,7 @@ class Executor:
     def _receive(self, instruction: Receive, run: Pass) -> None:
         message = instruction.message
         arrival = run.arrivals[message] = Arrival(message)
+        self._pace.posted(message)
         queue = run.waiting.setdefault((message.source_rank, message.target_rank), deque())
         queue.append(arrival)
         while queue and self._layout(queue[0].message, run) is not None:
@@ -167,6 +168,7 @@ class Executor:
         for work in arrival.works:
             work.wait()
         self._bridges.arrived(message, run.places)
+        self._pace.received(message)
 
     def _collect(self, action: Action, inputs: tuple[Message, ...], run: Pass) -> list[Tensor | None]:
         """What the bridges bring for an action, put together along the samples."""
@@ -190,13 +192,18 @@ class Executor:
     # --- compute -----------------------------------------------------------------------------------------------------
 
     def _compute(self, instruction: Compute, run: Pass) -> None:
-        with self._trace.span(str(instruction.action)) if self._trace else nullcontext():
-            if instruction.action.op is Op.FORWARD:
-                self._forward(instruction, run)
+        """Wait for what the bridges bring, then compute: only the latter is the action."""
+        action, tile = instruction.action, self._plan.tiles[instruction.action.tile]
+        is_forward = action.op is Op.FORWARD
+        is_edge = tile.layers.start == 0 if is_forward else tile.layers.stop == self._plan.num_layers
+        brought = None if is_edge else self._collect(action, instruction.inputs, run)
+        with self._pace.action(action, len(self._plan.rows(action.tile, action.micro_batch, run.batch_size))):
+            if is_forward:
+                self._forward(instruction, brought, run)
             else:
-                self._backward(instruction, run)
+                self._backward(instruction, brought, run)
 
-    def _forward(self, instruction: Compute, run: Pass) -> None:
+    def _forward(self, instruction: Compute, brought: list[Tensor | None] | None, run: Pass) -> None:
         action = instruction.action
         tile = self._plan.tiles[action.tile]
         rows = self._plan.rows(action.tile, action.micro_batch, run.batch_size)
@@ -205,11 +212,11 @@ class Executor:
         samples = None
         if tile.layers.start == 0 or is_last:
             samples = slice_samples(run.samples, run.rows, rows)
-        if tile.layers.start == 0:
+        if brought is None:
             inputs: list[Tensor | None] = []
             x: Boundary = first_inputs(self._model, samples)
         else:
-            x, inputs = self._bring_in(action, instruction.inputs, run)
+            x, inputs = self._bring_in(brought, instruction.inputs, run)
         with self._precision.forward_context():
             out = self._tiles[action.tile](x)
             if is_last and not run.keep_results:
@@ -229,9 +236,8 @@ class Executor:
             run.saved[action.tile, action.micro_batch] = (inputs, outputs)
 
     def _bring_in(
-        self, action: Action, messages: tuple[Message, ...], run: Pass
+        self, tensors: list[Tensor | None], messages: tuple[Message, ...], run: Pass
     ) -> tuple[Boundary, list[Tensor | None]]:
-        tensors = self._collect(action, messages, run)
         layout = self._layout(messages[0], run)
         assert layout is not None
         if run.training:
@@ -254,12 +260,9 @@ class Executor:
             else:
                 run.outgoing[message] = (tensors, layout)
 
-    def _backward(self, instruction: Compute, run: Pass) -> None:
+    def _backward(self, instruction: Compute, grads: list[Tensor | None] | None, run: Pass) -> None:
         action = instruction.action
         inputs, outputs = run.saved.pop((action.tile, action.micro_batch))
-        grads: list[Tensor | None] | None = None
-        if self._plan.tiles[action.tile].layers.stop != self._plan.num_layers:
-            grads = self._collect(action, instruction.inputs, run)
         finals = run.finals.get(action, ())
         self._sums.expect(finals)
         if any(t.requires_grad for t in outputs):

@@ -6,7 +6,6 @@ order on all ranks. Gradients live in the buckets' flat buffers wherever a param
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -17,8 +16,8 @@ from torch import Tensor, nn
 
 from whale_trainer.planning.pieces import Bucket, ParameterLayout, gradient_buckets
 from whale_trainer.runtime.mesh import Mesh
+from whale_trainer.runtime.pace import OwnPace, Pace
 from whale_trainer.runtime.shards import Pieces
-from whale_trainer.runtime.trace import Trace
 
 
 @dataclass
@@ -33,6 +32,8 @@ class _Slot:
 
 @dataclass
 class _LiveBucket:
+    number: int
+    """Among those of all ranks."""
     flat: Tensor
     group: dist.ProcessGroup
     slots: list[_Slot]
@@ -58,12 +59,12 @@ class GradientSums:
     """The sums of one rank. Use: `begin`, then for each last backward action `expect` / `settle`, then `finish`."""
 
     def __init__(
-        self, layouts: tuple[ParameterLayout, ...], pieces: Pieces, mesh: Mesh, trace: Trace | None = None
+        self, layouts: tuple[ParameterLayout, ...], pieces: Pieces, mesh: Mesh, pace: Pace | None = None
     ) -> None:
         self._layouts = layouts
         self._pieces = {key: p for key, p in pieces.items() if p.requires_grad}
         self._mesh = mesh
-        self._trace = trace
+        self._pace = pace or OwnPace()
         self._buckets: list[_LiveBucket] = []
         self._home: dict[int, Tensor] = {}
         """Gradient storage of each parameter that is in some bucket, by id."""
@@ -72,16 +73,16 @@ class GradientSums:
         self._next = 0
         self._may_start = False
         self._kept: list[Tensor | None] = []
-        for bucket in gradient_buckets(layouts):
+        for number, bucket in enumerate(gradient_buckets(layouts)):
             if mesh.rank in bucket.ranks:
-                self._add(bucket)
+                self._add(number, bucket)
         self.parameters = list(self._pieces.values())
         hook = _weakly(self._on_gradient)
         for parameter in self.parameters:
             if id(parameter) in self._home:
                 parameter.register_post_accumulate_grad_hook(hook)
 
-    def _add(self, bucket: Bucket) -> None:
+    def _add(self, number: int, bucket: Bucket) -> None:
         rank = self._mesh.rank
         entries: list[tuple[nn.Parameter, torch.Size, tuple[int, int, int] | None]] = []
         for entry in bucket.entries:
@@ -98,7 +99,7 @@ class GradientSums:
                 entries.append((parameter, torch.Size(shape), outside))
         sizes = [shape.numel() for _, shape, _ in entries]
         flat = torch.zeros(sum(sizes), dtype=entries[0][0].dtype, device=entries[0][0].device)
-        live = _LiveBucket(flat, self._mesh.sum_group(bucket.ranks), [])
+        live = _LiveBucket(number, flat, self._mesh.sum_group(bucket.ranks), [])
         for (parameter, size, where), part in zip(entries, flat.split(sizes), strict=True):
             slot = _Slot(parameter, part.view(size), where)
             live.slots.append(slot)
@@ -155,9 +156,7 @@ class GradientSums:
         for slot in bucket.slots:
             if slot.outside is not None:
                 slot.place.copy_(self._home[id(slot.parameter)].narrow(*slot.outside))
-        if self._trace is not None:
-            now = time.perf_counter()
-            self._trace.add(f"SUM{index}", now, now)
+        self._pace.sum_started(bucket.number)
         bucket.work = dist.all_reduce(bucket.flat, group=bucket.group, async_op=True)
 
     def finish(self) -> None:

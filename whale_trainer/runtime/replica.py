@@ -28,6 +28,7 @@ from whale_trainer.runtime.engine import StepResult
 from whale_trainer.runtime.executor import slice_samples
 from whale_trainer.runtime.gradients import GradientSums
 from whale_trainer.runtime.mesh import Mesh
+from whale_trainer.runtime.pace import OwnPace, Pace
 from whale_trainer.runtime.precision import Precision
 from whale_trainer.runtime.shards import tied_names
 
@@ -50,9 +51,18 @@ class ReplicaRunner:
     """Drives an unmodified module under a plan whose tiles all hold the whole model."""
 
     def __init__(
-        self, plan: Plan, module: nn.Module, *, rank: int, device: torch.device, precision: str, seed: int
+        self,
+        plan: Plan,
+        module: nn.Module,
+        *,
+        rank: int,
+        device: torch.device,
+        precision: str,
+        seed: int,
+        pace: Pace | None = None,
     ) -> None:
         self.plan = plan
+        self.pace = pace or OwnPace()
         self.module = module
         self.aliases = tied_names(module)
         self.dropout = DropoutState(seed)
@@ -65,7 +75,7 @@ class ReplicaRunner:
         pieces = {(name, 0): p for name, p in module.named_parameters() if isinstance(p, nn.Parameter)}
         self.pieces = pieces
         self.mesh = Mesh(plan, rank, device, sum_groups=[b.ranks for b in gradient_buckets(self.layouts)])
-        self.sums = GradientSums(self.layouts, pieces, self.mesh)
+        self.sums = GradientSums(self.layouts, pieces, self.mesh, self.pace)
         self._names: tuple[str, ...] = ()
         """Logged names that all ranks know, sorted."""
         self._options: dict[str, dict[str, Any]] = {}
@@ -93,6 +103,7 @@ class ReplicaRunner:
 
         `step_index` counts optimizer steps and feeds the dropout.
         """
+        self.pace.begin_step()
         self.sums.begin()
         parts = self._parts(batch)
         if not parts:
@@ -102,18 +113,25 @@ class ReplicaRunner:
         planned = 2.0 ** round(math.log2(max(1, batch.size)))
         for index, part in enumerate(parts):
             self.dropout.enter(step_index, part.start)
-            with self._recorded(logged, len(part)), self.precision.forward_context():
+            with (
+                self.pace.trace.span(f"0F{index}"),
+                self._recorded(logged, len(part)),
+                self.precision.forward_context(),
+            ):
                 output = step(slice_samples(batch.samples, batch.rows, part), *args)
             part_sum, part_count = _loss_of(output, len(part))
             if index == len(parts) - 1:
                 self.sums.expect(self.sums.parameters)
             if part_sum is not None:
-                (part_sum * (self.precision.loss_scale / planned)).backward()
+                with self.pace.trace.span(f"0B{index}"):
+                    (part_sum * (self.precision.loss_scale / planned)).backward()
                 loss_sum += float(part_sum.detach())
                 count += float(part_count)
         self.sums.finish()
+        self.pace.sums_waited()
         values = self._reduce(logged, batch.size, [loss_sum, count, float(self.sums.owned_square_sum())])
         loss_sum, count, squares = values
+        self.pace.met()
         factor = planned / count / self.precision.loss_scale if count else 0.0
         gradients = self.sums.gradients()
         if gradients and math.isfinite(squares):

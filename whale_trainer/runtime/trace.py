@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -17,16 +18,44 @@ class Event:
     start_s: float
     end_s: float
 
+    @property
+    def is_compute(self) -> bool:
+        """False for what runs beside the rank's own work."""
+        return not self.name.startswith("SUM")
+
 
 class Trace:
-    """A ring of the last actions."""
+    """A ring of the last actions, and what part of each of the last steps the rank computed."""
 
     def __init__(self, capacity: int = 4096) -> None:
         self.events: deque[Event] = deque(maxlen=capacity)
         self.current: str = ""
+        self._begun_s: float | None = None
+        self._busy_s = 0.0
+        self._steps: deque[tuple[float, float]] = deque(maxlen=256)
 
     def add(self, name: str, start_s: float, end_s: float) -> None:
-        self.events.append(Event(name, start_s, end_s))
+        event = Event(name, start_s, end_s)
+        self.events.append(event)
+        if event.is_compute:
+            self._busy_s += end_s - start_s
+
+    def begin_step(self, now_s: float) -> None:
+        """A training step starts, and with it ends the one before."""
+        if self._begun_s is not None:
+            self._steps.append((now_s - self._begun_s, self._busy_s))
+        self._begun_s, self._busy_s = now_s, 0.0
+        self.events.append(Event(STEP, now_s, now_s))
+
+    @property
+    def busy_fraction(self) -> float | None:
+        """Of the last steps that are over, the median part in which the rank computed, from 0 to 1; None before any.
+
+        What the rank computes for itself counts, and its waits inside a tensor group; waits for messages do not.
+        """
+        if not self._steps:
+            return None
+        return min(1.0, statistics.median(busy_s / step_s for step_s, busy_s in self._steps if step_s > 0))
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
@@ -35,3 +64,7 @@ class Trace:
         yield
         self.add(name, start, time.perf_counter())
         self.current = ""
+
+
+STEP = "STEP"
+"""The name of the event with which a training step starts."""

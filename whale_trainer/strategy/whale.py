@@ -33,8 +33,8 @@ from whale_trainer.data import RankBatch, slice_loader
 from whale_trainer.errors import RankError
 from whale_trainer.planning.plan import Plan
 from whale_trainer.runtime.engine import Engine, StepResult
+from whale_trainer.runtime.pace import OwnPace, Pace
 from whale_trainer.runtime.replica import ReplicaRunner
-from whale_trainer.runtime.trace import Trace
 from whale_trainer.strategy.checks import check_module, check_optimizers, check_trainer
 from whale_trainer.strategy.plugins import PlanEnvironment, PlanPrecision
 
@@ -56,7 +56,7 @@ class WhaleStrategy(ParallelStrategy):
         timeout_s: float = 300.0,
         device: torch.device | None = None,
         cluster_environment: ClusterEnvironment | None = None,
-        trace: Trace | None = None,
+        pace: Pace | None = None,
     ) -> None:
         if cluster_environment is None and dist.is_initialized():
             rank = dist.get_rank()
@@ -71,7 +71,8 @@ class WhaleStrategy(ParallelStrategy):
         """What the last training step found."""
         self._timeout = timedelta(seconds=timeout_s)
         self._device = device
-        self._trace = trace
+        self.pace = pace or OwnPace()
+        """Of this rank's actions; its trace tells what they were."""
         self._runner: Engine | ReplicaRunner | None = None
         self._reader: CheckpointReader | None = None
 
@@ -176,13 +177,21 @@ class WhaleStrategy(ParallelStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
             check_optimizers(self.optimizers, self.plan)
+            for optimizer in self.optimizers:
+                optimizer.register_step_post_hook(lambda *_: self.pace.optimizer_done())
 
     def _make_runner(self, module: pl.LightningModule) -> Engine | ReplicaRunner:
         precision = self._precision or "32-true"
         model = plan_model(module, self.plan)
         if model is None:
             return ReplicaRunner(
-                self.plan, module, rank=self.global_rank, device=self.root_device, precision=precision, seed=self.seed
+                self.plan,
+                module,
+                rank=self.global_rank,
+                device=self.root_device,
+                precision=precision,
+                seed=self.seed,
+                pace=self.pace,
             )
         if self.plan.model is None:
             raise RankError("this plan does not know its model: make it with make_plan(model, cluster, strategy, ...)")
@@ -194,7 +203,7 @@ class WhaleStrategy(ParallelStrategy):
             device=self.root_device,
             seed=self.seed,
             precision=precision,
-            trace=self._trace,
+            pace=self.pace,
         )
         self.model_to_device()
         return engine
@@ -266,6 +275,11 @@ class WhaleStrategy(ParallelStrategy):
         assert self.lightning_module is not None
         for name, (value, options) in runner.logged.items():
             self.lightning_module.log(name, value, batch_size=runner.logged_samples, **options)
+
+    @property
+    def busy_fraction(self) -> float | None:
+        """The part of its steps in which this rank computed; None before the second step."""
+        return self.pace.trace.busy_fraction
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
