@@ -12,7 +12,8 @@ from whale_trainer.models.gpt import GPT
 
 from whale_trainer.describe import describe, layers_of, model_loss
 from whale_trainer.errors import PlanError
-from whale_trainer.runtime.alone import AbsentGroup, lone_layer
+from whale_trainer.planning.shares import Interval
+from whale_trainer.runtime.alone import AbsentGroup, lone_tile
 from whale_trainer.runtime.dropout import DropoutState
 
 CPU = torch.device("cpu")
@@ -27,7 +28,8 @@ def model() -> GPT:
 
 def shard(model: GPT, index: int, weights: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Any:
     spec = describe(model, BATCH)
-    return lone_layer(model, spec, index, weights, device=CPU, dtype=dtype, dropout=DropoutState(0))
+    layers = Interval(index, index + 1)
+    return lone_tile(model, spec, layers, weights, device=CPU, dtype=dtype, dropout=DropoutState(0))
 
 
 def test_sums_over_an_absent_group_leave_what_they_get() -> None:

@@ -26,6 +26,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 
 import whale_trainer.conf
+from whale_trainer.cluster import Cluster
 from whale_trainer.config import Config, load_config
 from whale_trainer.errors import ConfigError, PlanError, Problem
 from whale_trainer.hydra_errors import HYDRA_ERRORS, as_config_error
@@ -46,6 +47,7 @@ class Planned:
     config: Config
     answer: Answer
     spec: ModelSpec
+    cluster: Cluster
     devices: tuple[str, ...] = ()
     note: str = ""
 
@@ -148,6 +150,8 @@ def run_job(config: DictConfig, folder: Path, start_dir: str, overrides: list[st
         checked = load_config(plain_of(config, start_dir))
         if checked.mode == "calibrate":
             return calibrate_job(checked, folder, overrides)
+        if checked.emulate and checked.profile is None:
+            checked = with_emulated_profile(checked, folder)
         planned = make_plan_of(checked)
     except (ConfigError, PlanError) as error:
         with suppress(OSError):
@@ -193,12 +197,35 @@ def calibrate_job(config: Config, folder: Path, overrides: list[str]) -> int:
     return found.code
 
 
+def with_emulated_profile(config: Config, folder: Path) -> Config:
+    """The config with a profile of the emulated devices, which is measured now and written into the run folder."""
+    from whale_trainer.calibration import PROFILE, calibrate
+    from whale_trainer.describe import describe
+
+    batch = example_batch(config)
+    folder.mkdir(parents=True, exist_ok=True)
+    print(
+        f"measuring the model's layers on a core for the emulated devices; cluster.profile={folder}/{PROFILE} skips it"
+    )
+    found = calibrate(config, describe(_meta_model(config), batch), batch, folder)
+    if found.profile is None or found.code:
+        raise PlanError(f"the emulated devices could not be calibrated (exit code {found.code}, reason above)")
+    return config.model_copy(update={"profile": found.profile})
+
+
 def start(planned: Planned, folder: Path) -> int:
     """Launch the plan's ranks and wait for them."""
     from whale_trainer.launch import launch
     from whale_trainer.report.summary import settle_summary
 
     try:
+        if planned.config.emulate:
+            from whale_trainer.calibration import measure_paces
+
+            batch = example_batch(planned.config)
+            paces = measure_paces(planned.config, planned.plan, planned.spec, batch, planned.cluster, folder)
+            paces.write(folder)
+            print(paces.in_words)
         code = launch(planned.config, planned.plan, planned.spec, folder, devices=planned.devices)
     except (ConfigError, PlanError) as error:
         return refuse(error)
@@ -216,7 +243,8 @@ def make_plan_of(config: Config) -> Planned:
     from whale_trainer.runtime.footprint import device_type_of, with_footprints
 
     cluster = load_cluster(found_cluster()) if config.cluster.is_auto else config.cluster
-    precision, device_type = config.trainer.precision, device_type_of(cluster)
+    precision = config.trainer.precision
+    device_type = "cpu" if config.emulate else device_type_of(cluster)
     model, batch = _meta_model(config), example_batch(config)
     spec = with_footprints(describe(model, batch), model, batch, precision=precision, device_type=device_type)
     if config.profile is not None:
@@ -235,9 +263,9 @@ def make_plan_of(config: Config) -> Planned:
         notes = (*found.plan.notes, *config.profile.notes_for(cluster, spec))
         found = replace(found, plan=replace(found.plan, notes=notes))
     if config.mode == "plan":
-        return Planned(config, found, spec)
-    devices, note = assign(found.plan, config.trainer.accelerator)
-    return Planned(config, found, spec, tuple(devices), note)
+        return Planned(config, found, spec, cluster)
+    devices, note = assign(found.plan, "cpu" if config.emulate else config.trainer.accelerator)
+    return Planned(config, found, spec, cluster, tuple(devices), note)
 
 
 def _meta_model(config: Config) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from whale_trainer.calibration.paces import measure_paces as measure_paces
 from whale_trainer.calibration.run import CLUSTER as CLUSTER
 from whale_trainer.calibration.run import PROFILE as PROFILE
 from whale_trainer.calibration.run import Calibration as Calibration

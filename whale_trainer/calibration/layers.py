@@ -5,21 +5,24 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Container, Iterator, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from whale_trainer.calibration.statistics import repeated
+from whale_trainer.calibration.core import Core, now_s
+from whale_trainer.calibration.statistics import Statistic, repeated
 from whale_trainer.config import Config
 from whale_trainer.data.draws import seed_generators
 from whale_trainer.describe import first_inputs, layers_of, model_loss
 from whale_trainer.errors import ConfigError, Problem
 from whale_trainer.model_spec import ModelSpec
 from whale_trainer.planning.costs.cost_model import dim_shares, layer_part
+from whale_trainer.planning.shares import Interval
 from whale_trainer.planning.simulation.profile import equal_layers
-from whale_trainer.runtime.alone import lone_layer
+from whale_trainer.runtime.alone import lone_tile
 from whale_trainer.runtime.dropout import DropoutState
 from whale_trainer.runtime.precision import Precision
 from whale_trainer.runtime.shards import TileLayers
@@ -30,6 +33,8 @@ LONG_PASS_S = 1.0
 """After a pass that takes longer no larger micro-batch is tried: the time then grows with the samples."""
 
 Trial = Callable[[], dict[str, Any]]
+Segments = tuple[float, ...]
+"""Seconds of a pass, cut where a tensor group would meet."""
 
 
 def trial_name(layer: str, samples: int, weights: tuple[int, ...]) -> str:
@@ -51,13 +56,19 @@ def parts_of(spec: ModelSpec, index: int) -> dict[tuple[int, ...], float]:
 class LayerBench:
     """The model on the CPU, as its author wrote it, and what its layers get; shards of it are run on `device`."""
 
-    def __init__(self, config: Config, spec: ModelSpec, batch: Any, device: torch.device) -> None:
+    def __init__(
+        self, config: Config, spec: ModelSpec, batch: Any, device: torch.device, core: Core | None = None
+    ) -> None:
+        """With `core`, times are processor time of that core at its usual speed."""
         seed_generators("model", config.seed)
         torch.manual_seed(config.seed)
         self._model: nn.Module = config.model.build().train()
         _check_loss(self._model)
         self._spec = spec
         self._device = device
+        self.core = core
+        self._meetings: list[float] = []
+        """Moments at which the tensor group would have met, in the pass that runs."""
         self._precision = Precision(config.trainer.precision, device.type)
         self._on_cpu = Precision(config.trainer.precision, "cpu")
         self._batch = batch
@@ -112,31 +123,62 @@ class LayerBench:
                 self._outputs[first] = self._layers[first](value)
         return self._outputs[first]
 
-    def shard(self, index: int, weights: tuple[int, ...]) -> TileLayers:
-        """The first shard of a layer under `weights`, on the device."""
-        dtype = self._precision.parameter_dtype
-        return lone_layer(
-            self._model, self._spec, index, weights, device=self._device, dtype=dtype, dropout=self._dropout
+    def shard(self, layers: Interval, weights: tuple[int, ...], shard: int = 0) -> TileLayers:
+        """A shard of some layers under `weights`, on the device."""
+        return lone_tile(
+            self._model,
+            self._spec,
+            layers,
+            weights,
+            shard,
+            device=self._device,
+            dtype=self._precision.parameter_dtype,
+            dropout=self._dropout,
+            met=lambda: self._meetings.append(self._now()),
         )
 
-    def run(self, tile: TileLayers, index: int, inputs: Any, batch: Any) -> tuple[float, float]:
-        """Seconds of one forward and one backward pass."""
-        x = tree_map(_with_gradient, inputs) if index else inputs
+    def run(self, tile: TileLayers, layers: Interval, inputs: Any, batch: Any) -> tuple[Segments, Segments]:
+        """Seconds of one forward and one backward pass, each cut where a tensor group would meet."""
+        x = tree_map(_with_gradient, inputs) if layers.start else inputs
         self._dropout.enter(0, 0)
-        begin = self._now()
+        forward = self._begin()
         with self._precision.forward_context():
             out = tile(x)
-            if index == self._spec.num_layers - 1:
+            if layers.stop == self._spec.num_layers:
                 out = model_loss(self._model, out, batch)[0] * self._precision.loss_scale
-        forward_s = self._now() - begin
+        forward_s = forward()
         outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and leaf.requires_grad]
         gradients = [torch.ones_like(output) for output in outputs]
-        begin = self._now()
+        backward = self._begin()
         if outputs:
             torch.autograd.backward(outputs, gradients)
-        return forward_s, self._now() - begin
+        return forward_s, backward()
+
+    def _begin(self) -> Callable[[], Segments]:
+        """Start to time; gives what ends it, with the seconds of each segment."""
+        self._meetings.clear()
+        begin = self._now()
+
+        def end() -> Segments:
+            moments = [begin, *self._meetings, self._now()]
+            return tuple(b - a for a, b in pairwise(moments))
+
+        return end
+
+    def seconds(self, call: Callable[[], object]) -> float:
+        """Of one call, in the bench's kind of time."""
+        begin = self._now()
+        call()
+        return self._now() - begin
+
+    def steady(self, call: Callable[[], Sequence[float]]) -> tuple[Statistic, ...]:
+        """The repeated seconds of a call, in the bench's kind of time."""
+        core = self.core
+        return repeated(lambda: tuple(call())) if core is None else repeated(lambda: core.usual(call))
 
     def _now(self) -> float:
+        if self.core is not None:
+            return now_s()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.perf_counter()
@@ -147,7 +189,7 @@ class _Shard:
 
     def __init__(self, bench: LayerBench, index: int, weights: tuple[int, ...]) -> None:
         self._bench = bench
-        self._index = index
+        self._layers = Interval(index, index + 1)
         self._weights = weights
         self._tile: TileLayers | None = None
         self._is_long = False
@@ -158,9 +200,9 @@ class _Shard:
             return {"left_out": f"fewer samples take longer than {LONG_PASS_S:g} s"}
         bench = self._bench
         if self._tile is None:
-            self._tile = bench.shard(self._index, self._weights)
-        tile, inputs, batch = self._tile, bench.inputs(self._index, count), bench.batch(count)
-        forward, backward = repeated(lambda: bench.run(tile, self._index, inputs, batch))
+            self._tile = bench.shard(self._layers, self._weights)
+        tile, inputs, batch = self._tile, bench.inputs(self._layers.start, count), bench.batch(count)
+        forward, backward = bench.steady(lambda: [sum(s) for s in bench.run(tile, self._layers, inputs, batch)])
         self._is_long = forward.median_s + backward.median_s > LONG_PASS_S
         return {
             "forward_s": forward.median_s,

@@ -20,7 +20,7 @@ import yaml
 
 from whale_trainer.calibration.journal import Journal
 from whale_trainer.calibration.links import LinkJob, measure_links
-from whale_trainer.calibration.present import Present, present_devices
+from whale_trainer.calibration.present import CPU, Present, present_devices
 from whale_trainer.calibration.results import Occasion, cluster_section, kind_times, link_times
 from whale_trainer.calibration.trials import DeviceJob, measure_device
 from whale_trainer.cluster import load_cluster
@@ -29,6 +29,7 @@ from whale_trainer.errors import ConfigError, Problem
 from whale_trainer.launch import launch, torchrun_rank
 from whale_trainer.model_spec import ModelSpec
 from whale_trainer.planning.plan import Plan, PlannedDevice, Shard, Tile
+from whale_trainer.planning.precision import PRECISIONS
 from whale_trainer.planning.shares import Interval
 from whale_trainer.planning.simulation.profile import KindTimes, LinkTimes, Profile, identity_of
 from whale_trainer.validation import counted
@@ -57,10 +58,11 @@ def calibrate(config: Config, spec: ModelSpec, batch: Any, folder: Path) -> Cali
     `ConfigError` for what cannot be measured.
     """
     _check_launcher()
+    if config.emulate:
+        return _calibrate_emulated(config, spec, batch, folder)
     present = present_devices(config.cluster, config.trainer.accelerator)
     occasion = Occasion(_machine(), time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()))
-    micro_batches = config.strategy.micro_batches
-    samples = sample_sizes(-(-config.global_batch // (1 if micro_batches == "auto" else micro_batches)))
+    samples = sample_sizes(_height(config))
     kinds: dict[str, KindTimes] = {}
     journals: dict[str, Any] = {}
     on_cpu = present[0].device == "cpu"
@@ -108,9 +110,55 @@ def calibrate(config: Config, spec: ModelSpec, batch: Any, folder: Path) -> Cali
     return Calibration(0 if has_times else 1, profile, cluster, note)
 
 
+def _calibrate_emulated(config: Config, spec: ModelSpec, batch: Any, folder: Path) -> Calibration:
+    """Measure the layers once, on a core, and tell what each declared kind takes at its pace; links are as declared."""
+    cluster = config.cluster
+    occasion = Occasion(_machine(), time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()))
+    samples = finer_sizes(_height(config))
+    optimizer = config.optimizer.target.rpartition(".")[2]
+    dtype = PRECISIONS[config.trainer.precision].dtype
+    kinds: dict[str, KindTimes] = {}
+    notes = [f"Emulated: {occasion.machine}'s core at the pace of each declared kind; links are the declared ones."]
+    with tempfile.TemporaryDirectory(prefix="whale-calibrate-") as scratch:
+        journal = Path(scratch, "core")
+        job = DeviceJob(config, batch, journal, samples, num_ranks=1, is_emulated=True)
+        code = _measure(job, Present(CPU, "cpu"), spec, folder)
+        found = Journal(journal).found
+        if code and not (code == 1 and "layers" in found):
+            return Calibration(code)
+        core_flops = found["core"]["flops"]
+        for kind in {device.kind.name: device.kind for device in cluster.devices}.values():
+            times, told = kind_times(found, spec, samples, optimizer, occasion)
+            kinds[kind.name] = times.at_pace(core_flops / kind.speed(dtype), f"{kind.name}, emulated")
+            notes += told if len(kinds) == 1 else []
+    profile = Profile(
+        model=identity_of(spec), precision=config.trainer.precision, kinds=kinds, links=(), notes=tuple(notes)
+    )
+    title = f"Emulated by mode=calibrate on {occasion.machine}, {occasion.measured_at}"
+    _write(folder / PROFILE, f"{title}; use it with emulate=true cluster.profile=PATH", profile.to_dict())
+    has_times = any(times.rows for kind in kinds.values() for times in kind.layers)
+    return Calibration(0 if has_times else 1, profile)
+
+
 def sample_sizes(height: int) -> tuple[int, ...]:
     """1, 2, 4, … and `height`, the samples of a whole micro-batch."""
     return (*(1 << i for i in range((height - 1).bit_length())), height)
+
+
+def finer_sizes(height: int) -> tuple[int, ...]:
+    """Those of `sample_sizes` with one between each two, where it is cheap to measure.
+
+    >>> finer_sizes(8)
+    (1, 2, 3, 4, 6, 8)
+    """
+    sizes = sample_sizes(height)
+    return tuple(sorted({*sizes, *(size + size // 2 for size in sizes if size + size // 2 <= height)}))
+
+
+def _height(config: Config) -> int:
+    """Samples of a whole micro-batch."""
+    micro_batches = config.strategy.micro_batches
+    return -(-config.global_batch // (1 if micro_batches == "auto" else micro_batches))
 
 
 def _check_launcher() -> None:

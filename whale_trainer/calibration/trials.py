@@ -7,7 +7,7 @@ next one goes on.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from whale_trainer.calibration.core import Core
 from whale_trainer.calibration.journal import Journal
 from whale_trainer.calibration.layers import LayerBench
 from whale_trainer.calibration.present import device_name, free_bytes
-from whale_trainer.calibration.statistics import repeated
+from whale_trainer.calibration.statistics import Statistic, repeated
 from whale_trainer.config import Config
 from whale_trainer.device_kinds import BF16_CAPABILITY, DTYPES, DType
 from whale_trainer.errors import ConfigError
@@ -55,6 +56,8 @@ class DeviceJob:
     """Sizes of micro-batches to measure, ascending."""
     num_ranks: int
     """Ranks that share the host's memory."""
+    is_emulated: bool = False
+    """Measure one core for declared devices: processor time, at the core's usual speed."""
 
     @property
     def timeout_s(self) -> float:
@@ -67,13 +70,17 @@ def measure_device(job: DeviceJob, plan: Plan, spec: ModelSpec, run_dir: Path, i
     tf32 = job.config.trainer.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
     attempt(journal, "device", lambda: _facts(device, job.num_ranks), device)
-    for dtype in DTYPES:
+    for dtype in () if job.is_emulated else DTYPES:
         if dtype != "bf16" or device.type == "cpu" or torch.cuda.get_device_capability(device) >= BF16_CAPABILITY:
             attempt(journal, f"speed {dtype}", partial(_speed, device, _TORCH_DTYPES[dtype]), device)
-    attempt(journal, "traffic", lambda: _traffic(device), device)
+    if not job.is_emulated:
+        attempt(journal, "traffic", lambda: _traffic(device), device)
+    core = Core() if job.is_emulated else None
+    if core is not None:
+        journal.end("core", {"flops": core.flops})
+    bench = LayerBench(job.config, spec, job.batch, device, core)
     for count in _counts(spec):
-        attempt(journal, f"optimizer {count}", partial(_optimizer, job.config, spec, count, device), device)
-    bench = LayerBench(job.config, spec, job.batch, device)
+        attempt(journal, f"optimizer {count}", partial(_optimizer, bench, job.config, spec, count, device), device)
     journal.end("layers", {"groups": bench.groups})
     for name, trial in bench.trials(job.samples, journal.found):
         attempt(journal, name, trial, device)
@@ -161,11 +168,20 @@ def _mean_elements(spec: ModelSpec) -> int:
     return max(1, spec.num_parameters // max(1, len(spec.parameters)))
 
 
-def _optimizer(config: Config, spec: ModelSpec, count: int, device: torch.device) -> dict[str, float]:
+def _optimizer(
+    bench: LayerBench, config: Config, spec: ModelSpec, count: int, device: torch.device
+) -> dict[str, float]:
+    sizes = [_mean_elements(spec)] * count
+    time_s = optimizer_time(bench, config, sizes, device)
+    return {"elements": sum(sizes), "seconds": time_s.median_s, "spread_s": time_s.spread_s}
+
+
+def optimizer_time(bench: LayerBench, config: Config, sizes: Sequence[int], device: torch.device) -> Statistic:
+    """Of one optimizer step over tensors with these numbers of elements."""
     dtype = Precision(config.trainer.precision, device.type).parameter_dtype
-    weights = [nn.Parameter(torch.ones(_mean_elements(spec), device=device, dtype=dtype)) for _ in range(count)]
+    weights = [nn.Parameter(torch.ones(size, device=device, dtype=dtype)) for size in sizes]
     for weight in weights:
         weight.grad = torch.full_like(weight, 1e-3)
     optimizer = config.make_optimizer([(f"weight{i}", weight) for i, weight in enumerate(weights)])
-    (time_s,) = repeated(_timed(optimizer.step, device))
-    return {"elements": count * weights[0].numel(), "seconds": time_s.median_s, "spread_s": time_s.spread_s}
+    (time_s,) = bench.steady(lambda: (bench.seconds(optimizer.step),))
+    return time_s

@@ -29,14 +29,6 @@ def _mode(value: object) -> object:
     return value
 
 
-def _no_emulation(value: object) -> object:
-    if value is True:
-        raise refusal(
-            "true is not available in this release; leave it false: ranks then run as fast as this machine lets them"
-        )
-    return value
-
-
 class Top(Section):
     """What stands outside every section."""
 
@@ -45,7 +37,9 @@ class Top(Section):
     global_batch: int = Field(
         default=32, ge=1, le=2**31, description="samples of one optimizer step over all ranks, an integer from 1"
     )
-    emulate: Annotated[bool, BeforeValidator(_no_emulation)] = Field(default=False, description="false")
+    emulate: bool = Field(
+        default=False, description="true: CPU ranks at the pace of the declared devices; false: as fast as they run"
+    )
     timeout_s: float = Field(default=300.0, gt=0, le=1e7, description="seconds above 0, up to 10000000")
     ckpt_path: str | None = Field(
         default=None, min_length=1, description="the path of a checkpoint, `last`, or null for none"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from whale_trainer.launch.job import Entry as Entry
 from whale_trainer.launch.local import launch as launch
 from whale_trainer.launch.torchrun import join_torchrun as join_torchrun
 from whale_trainer.launch.torchrun import release_torchrun as release_torchrun

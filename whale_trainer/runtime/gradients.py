@@ -113,7 +113,7 @@ class GradientSums:
     def begin(self) -> None:
         """Clear all gradients for a new step."""
         self._next = 0
-        self._may_start = not self._mesh.sums_wait
+        self._may_start = not (self._mesh.sums_wait or self._pace.sums_wait)
         self._final.clear()
         for bucket in self._buckets:
             bucket.flat.zero_()

@@ -24,6 +24,8 @@ class Pace(ABC):
     """What an engine tells of its doing; times are seconds of `time.perf_counter`, which ranks of a machine share."""
 
     trace: Trace
+    sums_wait: bool
+    """Gradient sums start after the last action only, whatever the mesh would allow."""
 
     @abstractmethod
     def begin_step(self) -> None:
@@ -68,6 +70,8 @@ class Pace(ABC):
 
 class OwnPace(Pace):
     """As fast as the device runs; only writes down."""
+
+    sums_wait = False
 
     def __init__(self, trace: Trace | None = None) -> None:
         self.trace = trace or Trace()

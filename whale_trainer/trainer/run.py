@@ -28,9 +28,12 @@ from whale_trainer.checkpoint import newest_checkpoint, read_checkpoint
 from whale_trainer.config import Config
 from whale_trainer.model_spec import ModelSpec
 from whale_trainer.planning.plan import Plan
+from whale_trainer.planning.simulation.paces import Paces
 from whale_trainer.rank_info import RankInfo
 from whale_trainer.report.summary import FILE as SUMMARY
 from whale_trainer.report.summary import make_summary, write_summary
+from whale_trainer.runtime.emulated import EmulatedPace
+from whale_trainer.runtime.pace import OwnPace, Pace
 from whale_trainer.strategy import WhaleStrategy
 from whale_trainer.strategy.plugins import PlanEnvironment
 from whale_trainer.trainer.callbacks import (
@@ -121,6 +124,7 @@ def build_trainer(
     """The Trainer of this rank, with the plan's strategy and the callbacks of the config and of every run."""
     strategy = WhaleStrategy(
         plan,
+        pace=pace_of(config, plan, run_dir, info.rank),
         seed=config.seed,
         precision=config.trainer.precision,
         timeout_s=config.timeout_s,
@@ -144,6 +148,14 @@ def build_trainer(
         use_distributed_sampler=False,
         **{k: v for k, v in settings.items() if v is not None or not k.startswith(optional)},
     )
+
+
+def pace_of(config: Config, plan: Plan, run_dir: Path, rank: int) -> Pace:
+    """As fast as the device runs, or that of the declared one. Raises `PlanError` where the run folder has no paces."""
+    if not config.emulate:
+        return OwnPace()
+    assert plan.model is not None
+    return EmulatedPace(plan, plan.model, Paces.read(run_dir, plan), rank)
 
 
 def build_callbacks(config: Config, run_dir: Path, record: RunRecord, *, has_progress: bool) -> list[Callback]:

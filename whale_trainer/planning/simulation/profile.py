@@ -136,6 +136,22 @@ class KindTimes(_Section):
             raise refusal(f"the layer {twice[0]} is there twice: each belongs to one list of equal layers")
         return self
 
+    def at_pace(self, factor: float, device: str) -> KindTimes:
+        """The same measurements on a device that takes `factor` times as long; its memory is the declared one."""
+
+        def slower(row: PassTime) -> PassTime:
+            seconds = {name: getattr(row, name) * factor for name in PassTime.model_fields if name.endswith("_s")}
+            return row.model_copy(update=seconds)
+
+        layers = tuple(t.model_copy(update={"rows": tuple(map(slower, t.rows))}) for t in self.layers)
+        optimizer = self.optimizer
+        if optimizer is not None:
+            seconds = {"fixed_s": optimizer.fixed_s * factor, "element_s": optimizer.element_s * factor}
+            optimizer = optimizer.model_copy(update=seconds)
+        return self.model_copy(
+            update={"device": device, "memory_bytes": None, "layers": layers, "optimizer": optimizer}
+        )
+
 
 class TransferTime(_Section):
     """Seconds to send, or to sum, that many bytes."""
