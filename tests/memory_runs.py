@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import yaml
-from memory_meter import MemoryMeter
 from runs import rank_batch
 from torch import Tensor, nn
 from whale_trainer.models.gpt import GPT
@@ -24,6 +23,7 @@ from whale_trainer.planning.plan import Plan
 from whale_trainer.planning.precision import PRECISIONS
 from whale_trainer.runtime.engine import Engine
 from whale_trainer.runtime.footprint import with_footprints
+from whale_trainer.runtime.meter import MemoryMeter
 
 CONF = Path(__file__).parents[1] / "conf" / "model"
 WARM_UP, STEPS = 2, 3

@@ -36,7 +36,11 @@ TOP = {
     "mode": ({"mode": "fitt"}, "mode", ["'fitt'", "did you mean fit?", "validate"]),
     "mode list": ({"mode": ["fit"]}, "mode", ["['fit']", "allowed"]),
     "export": ({"mode": "export"}, "mode", ["'export' is not available in this release", "plan, calibrate"]),
-    "emulate": ({"emulate": True}, "emulate", ["not available in this release", "leave it false"]),
+    "emulate on a GPU": (
+        {"emulate": True, "trainer": {"accelerator": "gpu"}},
+        "emulate",
+        ["CPU processes", "use trainer.accelerator=cpu"],
+    ),
     "emulate text": ({"emulate": "false"}, "emulate", ["'false' is not true or false"]),
     "seed float": ({"seed": 3.7}, "seed", ["3.7 is not an integer", "from 0 to 4294967295"]),
     "seed negative": ({"seed": -1}, "seed", ["-1 is below 0"]),

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from memory_meter import MemoryMeter
 from memory_runs import Measured, MemoryCase, measure, planned
 from ranks import run_ranks
 from tilings import plan_of, tile
@@ -21,6 +20,7 @@ from whale_trainer.planning.costs.cost_model import ADAMW, MemoryItems, Optimize
 from whale_trainer.planning.costs.memory import size
 from whale_trainer.planning.plan import Plan, Tile
 from whale_trainer.runtime.footprint import with_footprints
+from whale_trainer.runtime.meter import MemoryMeter
 
 LEAST, MOST = 1.00, 1.10
 

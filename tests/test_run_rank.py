@@ -145,7 +145,12 @@ def test_a_run_leaves_the_same_record_under_every_plan(tmp_path: Path) -> None:
     assert [row["step"] for row in rows(one)] == list("1234567")
     assert [bool(row["val/loss"]) for row in rows(one)] == [False, True, False, True, False, True, False]
     assert_same_curve(mixed, one)
-    assert sorted(p.name for p in mixed.iterdir()) == ["checkpoints", "metrics.csv", "summary.json"]
+    assert sorted(p.name for p in mixed.iterdir()) == [
+        "checkpoints",
+        "measured.json",
+        "metrics.csv",
+        "summary.json",
+    ]
     assert sorted(p.name for p in (mixed / "checkpoints").iterdir()) == ["step-000003", "step-000006", "step-000007"]
     found = summary(mixed)
     assert (found["steps"], found["exit"], found["search_s"], found["predicted_step_s"]) == (7, 0, None, None)

@@ -164,18 +164,31 @@ def test_a_summary_is_json_with_null_for_what_a_run_does_not_have(tmp_path: Path
         "samples_per_s": None,
         "step_s": 0.25,
         "predicted_step_s": None,
+        "bubble_fraction": 0.5,
+        "predicted_bubble_fraction": None,
         "search_s": None,
         "plan_fingerprint": PLAN.fingerprint,
         "ranks": [
-            {"rank": 0, "device": "V100", "busy_fraction": None, "peak_memory_bytes": 7, "planned_memory_bytes": 40},
+            {
+                "rank": 0,
+                "device": "V100",
+                "busy_fraction": None,
+                "predicted_busy_fraction": None,
+                "peak_memory_bytes": 7,
+                "planned_memory_bytes": 40,
+                "framework_bytes": 0,
+            },
             {
                 "rank": 1,
                 "device": "P100",
                 "busy_fraction": 0.5,
+                "predicted_busy_fraction": None,
                 "peak_memory_bytes": None,
                 "planned_memory_bytes": None,
+                "framework_bytes": 0,
             },
         ],
+        "emulation": None,
         "exit": 0,
     }
     assert make_summary(PLAN, is_comparable=True)["predicted_step_s"] == 0.5

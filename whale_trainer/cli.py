@@ -216,7 +216,10 @@ def with_emulated_profile(config: Config, folder: Path) -> Config:
 def start(planned: Planned, folder: Path) -> int:
     """Launch the plan's ranks and wait for them."""
     from whale_trainer.launch import launch
+    from whale_trainer.report.measured import joined, read_measured, typical
+    from whale_trainer.report.page import write_page
     from whale_trainer.report.summary import settle_summary
+    from whale_trainer.report.trace_file import write_timeline
 
     try:
         if planned.config.emulate:
@@ -230,6 +233,9 @@ def start(planned: Planned, folder: Path) -> int:
     except (ConfigError, PlanError) as error:
         return refuse(error)
     settle_summary(folder, planned.plan, code, search_s=planned.answer.search_s)
+    if steps := read_measured(folder):
+        write_page(folder, planned.answer, planned.spec, measured=typical(steps))
+        write_timeline(folder, planned.answer.timeline, planned.plan, measured=joined(steps))
     return code
 
 

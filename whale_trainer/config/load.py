@@ -172,6 +172,11 @@ class _Reader:
             "paper": None if plain.get("paper") is None else self._section(plain["paper"], "paper", PaperConfig),
             "profile": profile,
         }
+        if top is not None and top.emulate and trainer is not None and trainer.accelerator == "gpu":
+            message = (
+                "true runs CPU processes at the pace of the devices; use trainer.accelerator=cpu, or leave it false"
+            )
+            self.problems.append(Problem("emulate", message))
         if not self.problems and mode != "plan":
             assert trainer is not None
             self.problems += trial_problems(parts["optimizer"], parts["scheduler"], trainer.max_steps)

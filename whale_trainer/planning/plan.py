@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from bisect import bisect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
@@ -66,6 +66,8 @@ class PlannedDevice:
     node: str
     memory_bytes: int
     planned_memory_bytes: int | None = None
+    framework_bytes: int = 0
+    """Of the planned ones, what is taken before the first tensor."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,8 @@ class Prediction:
     even_step_s: float | None = None
     whale_step_s: float | None = None
     ideal_step_s: float | None = None
+    busy_fractions: tuple[float, ...] = ()
+    """By rank, the part of the step in which it computes; () without a prediction."""
 
 
 @dataclass(frozen=True)
@@ -210,7 +214,7 @@ class Plan:
                 devices=tuple(PlannedDevice(**d) for d in data["devices"]),
                 left_out=tuple(data["left_out"]),
                 notes=tuple(data["notes"]),
-                predicted=Prediction(**data["predicted"]),
+                predicted=_prediction(data["predicted"]),
             )
         except (KeyError, TypeError) as error:
             raise PlanError(f"plan.json is not a whole plan ({error}): plan again") from error
@@ -268,3 +272,7 @@ def _check_overlaps(tiles: Sequence[Tile]) -> None:
                 a, b = sorted((other, index))
                 raise PlanError(f"tiles {a} ({tiles[a]}) and {b} ({tiles[b]}) overlap")
         open_tiles.insert(place, (tile.samples.start, tile.samples.stop, index))
+
+
+def _prediction(data: Mapping[str, Any]) -> Prediction:
+    return Prediction(**{**data, "busy_fractions": tuple(data.get("busy_fractions", ()))})

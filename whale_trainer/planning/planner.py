@@ -95,6 +95,7 @@ def answer(
         even_step_s=base["even"].step_s if base["even"] else None,
         whale_step_s=base["whale"].step_s if base["whale"] else None,
         ideal_step_s=ideal_step_s(job.times, global_batch),
+        busy_fractions=timeline.busy_fractions,
     )
     kinds = {d.kind.name: d.kind for d in cluster.devices}
     return Answer(

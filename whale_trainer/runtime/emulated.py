@@ -29,10 +29,12 @@ from whale_trainer.planning.schedule.actions import Action, Message
 from whale_trainer.planning.simulation.paces import ActionPace, Paces
 from whale_trainer.runtime.board import Board
 from whale_trainer.runtime.pace import Pace
-from whale_trainer.runtime.trace import Trace
+from whale_trainer.runtime.trace import OPTIMIZER, SEND, SUM, Trace
 
 _RING = 1024
 """Messages of a channel that may be under way."""
+WARM_UP_STEPS = 5
+"""Steps whose late actions do not count: they make buffers and connections, and the memory is metered."""
 _MEETINGS = 4
 """Meetings of a tensor group whose times are kept: nobody is more than one ahead."""
 
@@ -45,9 +47,10 @@ class EmulatedPace(Pace):
         self.paces = paces
         self.sums_wait = paces.sums_wait[rank]
         self.num_actions = 0
+        """Since the warm-up, as the next two."""
         self.num_late = 0
         self.overhead_s = 0.0
-        """Processor time between actions, of all actions so far."""
+        """Processor time between actions."""
         self._rank = rank
         self._stretch = paces.stretch
         self._passes = {a.tile: a for a in paces.actions if a.rank == rank}
@@ -77,6 +80,9 @@ class EmulatedPace(Pace):
         self._clock = max(self._clock, time.perf_counter())
         self._idle_cpu_s = time.thread_time()
         self._step += 1
+        if self._step == WARM_UP_STEPS + 1:
+            self.num_actions = self.num_late = 0
+            self.overhead_s = 0.0
         self.trace.begin_step(self._clock)
 
     @contextmanager
@@ -123,11 +129,6 @@ class EmulatedPace(Pace):
         self.num_actions += 1
         self.num_late += self._is_late
 
-    def restart_counts(self) -> None:
-        """What was counted belongs to a warm-up."""
-        self.num_actions = self.num_late = 0
-        self.overhead_s = 0.0
-
     # --- messages ----------------------------------------------------------------------------------------------------
 
     def posted(self, message: Message) -> None:
@@ -145,7 +146,9 @@ class EmulatedPace(Pace):
             begin = max(self._clock, *(float(numbers[port]) for port in ports))
             for port in ports:
                 numbers[port] = begin + busy_s
-        numbers[self._layout.message(channel, number)] = begin + busy_s + self._stretch * link.latency_s
+        arrival = begin + busy_s + self._stretch * link.latency_s
+        numbers[self._layout.message(channel, number)] = arrival
+        self.trace.add(f"{SEND} {message.producer} to rank {message.target_rank}", begin, arrival)
 
     def received(self, message: Message) -> None:
         channel = message.source_rank, message.target_rank
@@ -197,7 +200,7 @@ class EmulatedPace(Pace):
             start = max(max(float(numbers[layout.ready(self._step, bucket, r)]), ends[r]) for r in ranks)
             ends.update(dict.fromkeys(ranks, start + self._stretch * seconds))
             if self._rank in ranks:
-                self.trace.add(f"SUM{bucket}", start, ends[self._rank])
+                self.trace.add(f"{SUM}{bucket}", start, ends[self._rank])
         self._is_late = False
         self._clock = max(*free, *ends.values())
         self._wait_until(self._clock)
@@ -209,7 +212,7 @@ class EmulatedPace(Pace):
         self._is_late = False
         self._wait_until(self._clock + self._stretch * self.paces.optimizer_s[self._rank])
         self._count()
-        self.trace.add("optimizer", self._met_s, self._clock)
+        self.trace.add(OPTIMIZER, self._met_s, self._clock)
         self._idle_cpu_s = time.thread_time()
 
 

@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from whale_trainer.planning.schedule.actions import Action, Message
-from whale_trainer.runtime.trace import Trace
+from whale_trainer.runtime.trace import OPTIMIZER, SUM, Trace
 
 _Group = TypeVar("_Group", dist.ProcessGroup, None)
 
@@ -76,6 +76,8 @@ class OwnPace(Pace):
     def __init__(self, trace: Trace | None = None) -> None:
         self.trace = trace or Trace()
         self._met_s = 0.0
+        self._summing: dict[int, float] = {}
+        """When the sums that are under way were started."""
 
     def begin_step(self) -> None:
         self.trace.begin_step(time.perf_counter())
@@ -98,14 +100,16 @@ class OwnPace(Pace):
         return group
 
     def sum_started(self, bucket: int) -> None:
-        now = time.perf_counter()
-        self.trace.add(f"SUM{bucket}", now, now)
+        self._summing[bucket] = time.perf_counter()
 
     def sums_waited(self) -> None:
-        pass
+        now = time.perf_counter()
+        for bucket, start in self._summing.items():
+            self.trace.add(f"{SUM}{bucket}", start, now)
+        self._summing.clear()
 
     def met(self) -> None:
         self._met_s = time.perf_counter()
 
     def optimizer_done(self) -> None:
-        self.trace.add("optimizer", self._met_s, time.perf_counter())
+        self.trace.add(OPTIMIZER, self._met_s, time.perf_counter())

@@ -8,6 +8,11 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
+
+STEP, SUM, SEND, OPTIMIZER = "STEP", "SUM", "SEND", "optimizer"
+"""What names of events begin with that are no actions: the start of a training step, the sum of a bucket, a message on
+its way, the optimizer's step."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +26,7 @@ class Event:
     @property
     def is_compute(self) -> bool:
         """False for what runs beside the rank's own work."""
-        return not self.name.startswith("SUM")
+        return not self.name.startswith((SUM, SEND))
 
 
 class Trace:
@@ -47,6 +52,17 @@ class Trace:
         self._begun_s, self._busy_s = now_s, 0.0
         self.events.append(Event(STEP, now_s, now_s))
 
+    def last_steps(self, count: int) -> list[tuple[float, float, list[Event]]]:
+        """(start, end, events) of up to `count` of the last training steps that are over, the oldest first."""
+        marks = [i for i, event in enumerate(self.events) if event.name == STEP]
+        events = list(self.events)
+        found = []
+        for first, after in pairwise(marks[-count - 1 :]):
+            start, end = events[first].start_s, events[after].start_s
+            inside = [e for e in events[first + 1 : after] if start <= e.start_s <= end]
+            found.append((start, end, inside))
+        return found
+
     @property
     def busy_fraction(self) -> float | None:
         """Of the last steps that are over, the median part in which the rank computed, from 0 to 1; None before any.
@@ -64,7 +80,3 @@ class Trace:
         yield
         self.add(name, start, time.perf_counter())
         self.current = ""
-
-
-STEP = "STEP"
-"""The name of the event with which a training step starts."""

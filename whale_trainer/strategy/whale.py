@@ -32,7 +32,11 @@ from whale_trainer.checkpoint.snapshot import load_optimizers, load_weights, sav
 from whale_trainer.data import RankBatch, slice_loader
 from whale_trainer.errors import RankError
 from whale_trainer.planning.plan import Plan
+from whale_trainer.planning.simulation.timeline import Timeline
+from whale_trainer.report.summary import Emulation
+from whale_trainer.runtime.emulated import EmulatedPace
 from whale_trainer.runtime.engine import Engine, StepResult
+from whale_trainer.runtime.measured import gather_steps
 from whale_trainer.runtime.pace import OwnPace, Pace
 from whale_trainer.runtime.replica import ReplicaRunner
 from whale_trainer.strategy.checks import check_module, check_optimizers, check_trainer
@@ -280,6 +284,20 @@ class WhaleStrategy(ParallelStrategy):
     def busy_fraction(self) -> float | None:
         """The part of its steps in which this rank computed; None before the second step."""
         return self.pace.trace.busy_fraction
+
+    def gather_steps(self, count: int) -> list[Timeline]:
+        """The last steps as they were measured, on rank 0, in seconds of the declared devices where emulated."""
+        stretch = self.pace.paces.stretch if isinstance(self.pace, EmulatedPace) else 1.0
+        return gather_steps(self.pace.trace, self.plan, self.global_rank, count, stretch=stretch)
+
+    def gather_emulation(self) -> Emulation | None:
+        """How well all ranks kept their pace; None where they run as fast as they can."""
+        pace = self.pace
+        if not isinstance(pace, EmulatedPace):
+            return None
+        counts = torch.tensor([pace.num_actions, pace.num_late, pace.overhead_s], dtype=torch.float64)
+        actions, late, overhead_s = self.reduce(counts, reduce_op="sum").tolist()
+        return Emulation(pace.paces.stretch, pace.paces.least_stretch, int(actions), int(late), overhead_s)
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 

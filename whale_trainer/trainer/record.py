@@ -16,11 +16,17 @@ from pytorch_lightning.callbacks import Callback
 from pytorch_lightning.loggers.logger import DummyLogger
 from typing_extensions import override
 
+from whale_trainer.planning.simulation.timeline import Timeline
+from whale_trainer.report.summary import Emulation
+from whale_trainer.runtime.meter import StepMeter
+from whale_trainer.strategy import WhaleStrategy
 from whale_trainer.trainer.metrics_file import MetricsFile, Value
 
 WARM_UP_STEPS = 3
 """Steps left out of the speed that a summary tells: they make buffers and connections."""
 _WINDOW = 20
+MEASURED_STEPS = 3
+"""Steps at the end of a run that are drawn beside the predicted one."""
 
 
 class StepClock:
@@ -60,7 +66,15 @@ class RunRecord(Callback):
     Reads `strategy.last_step` (what the plan's last step found) where there is one, and everything that was logged.
     """
 
-    def __init__(self, run_dir: Path, *, global_batch: int, tokens_per_sample: int | None = None) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        global_batch: int,
+        tokens_per_sample: int | None = None,
+        meter: StepMeter | None = None,
+    ) -> None:
+        """`meter` sees the first steps."""
         self.clock = StepClock()
         self.train_loss: float | None = None
         self.val_loss: float | None = None
@@ -70,6 +84,10 @@ class RunRecord(Callback):
         self.time_left_s: float | None = None
         self.busy_fractions: dict[int, float] = {}
         self.peak_memory_bytes: dict[int, int] = {}
+        self.emulation: Emulation | None = None
+        self.measured_steps: list[Timeline] = []
+        """The last ones, on rank 0, when training is over."""
+        self._meter = meter
         self._global_batch = global_batch
         self._tokens_per_sample = tokens_per_sample
         tokens = ["tokens_per_s"] if tokens_per_sample else []
@@ -104,6 +122,8 @@ class RunRecord(Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
+        if self._meter is not None:
+            self._meter.begin_step()
         # the schedule moves on before the batch ends, and a row tells the rate that its step was made with
         self._lr = float(trainer.optimizers[0].param_groups[0]["lr"])
 
@@ -111,6 +131,8 @@ class RunRecord(Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        if self._meter is not None:
+            self._meter.end_step()
         step_s = self.clock.tick()
         size = getattr(batch, "size", None)
         samples = size if isinstance(size, int) else self._global_batch
@@ -152,6 +174,9 @@ class RunRecord(Callback):
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._gather(trainer)
+        if isinstance(trainer.strategy, WhaleStrategy):
+            self.emulation = trainer.strategy.gather_emulation()
+            self.measured_steps = trainer.strategy.gather_steps(MEASURED_STEPS)
 
     def speed(self) -> tuple[float | None, float | None]:
         """(samples per second, median seconds per step), both after the warm-up; None before the first step."""
@@ -199,7 +224,8 @@ class RunRecord(Callback):
         busy = getattr(trainer.strategy, "busy_fraction", None)
         figures = torch.zeros(trainer.world_size, 2, dtype=torch.float64, device=device)
         figures[trainer.global_rank, 0] = -1.0 if busy is None else busy
-        figures[trainer.global_rank, 1] = float(_peak_memory_bytes(device))
+        metered = None if self._meter is None else self._meter.peak
+        figures[trainer.global_rank, 1] = float(_peak_memory_bytes(device) if metered is None else metered)
         rows = trainer.strategy.reduce(figures, reduce_op="sum").tolist()
         self.busy_fractions = {rank: row[0] for rank, row in enumerate(rows) if row[0] >= 0}
         self.peak_memory_bytes = {rank: int(row[1]) for rank, row in enumerate(rows)}

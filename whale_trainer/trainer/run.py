@@ -30,9 +30,12 @@ from whale_trainer.model_spec import ModelSpec
 from whale_trainer.planning.plan import Plan
 from whale_trainer.planning.simulation.paces import Paces
 from whale_trainer.rank_info import RankInfo
+from whale_trainer.report.comparison import comparison_lines, comparison_metrics
+from whale_trainer.report.measured import write_measured
 from whale_trainer.report.summary import FILE as SUMMARY
 from whale_trainer.report.summary import make_summary, write_summary
 from whale_trainer.runtime.emulated import EmulatedPace
+from whale_trainer.runtime.meter import StepMeter
 from whale_trainer.runtime.pace import OwnPace, Pace
 from whale_trainer.strategy import WhaleStrategy
 from whale_trainer.strategy.plugins import PlanEnvironment
@@ -73,8 +76,12 @@ def run_rank(config: Config, plan: Plan, spec: ModelSpec | None, run_dir: Path, 
     checkpoint = find_checkpoint(config.ckpt_path, run_dir, tells=info.rank == 0)
     module = build_module(config, info.rank)
     loaders = build_loaders(config)
+    meter = _meter(config, plan, info.rank)
     record = RunRecord(
-        run_dir, global_batch=config.global_batch, tokens_per_sample=tokens_per_sample(next(iter(loaders.values())))
+        run_dir,
+        global_batch=config.global_batch,
+        tokens_per_sample=tokens_per_sample(next(iter(loaders.values()))),
+        meter=meter,
     )
     facts = {**config.resolved, "plan": plan.to_dict(), "overrides": _overrides(run_dir)}
     logger = make_logger(config.logger.kind, run_dir, rank=info.rank, facts=facts, options=config.logger.options)
@@ -88,11 +95,33 @@ def run_rank(config: Config, plan: Plan, spec: ModelSpec | None, run_dir: Path, 
         exit_code = interrupt.code if isinstance(interrupt.code, int) else 1
         raise
     finally:
+        if meter is not None:
+            meter.stop()
         if info.rank == 0:
             # what went wrong must not be hidden by a summary that a full disk does not take
             with contextlib.suppress(OSError) if exit_code else contextlib.nullcontext():
-                write_summary(run_dir, _summary(config.mode, run_dir, plan, record, trainer, info, exit_code))
+                summary = _summary(config.mode, run_dir, plan, record, trainer, info, exit_code)
+                write_summary(run_dir, summary)
+                if config.mode == "fit" and not exit_code:
+                    _compare(plan, summary, record, logger, run_dir)
         finish_logger(logger, exit_code)
+
+
+def _meter(config: Config, plan: Plan, rank: int) -> StepMeter | None:
+    """The memory of an emulated device; None where the device has its own."""
+    if not config.emulate or config.mode != "fit":
+        return None
+    device = plan.devices[rank]
+    return StepMeter(device.memory_bytes - device.framework_bytes, f"a {device.kind}")
+
+
+def _compare(plan: Plan, summary: Mapping[str, Any], record: RunRecord, logger: Logger, run_dir: Path) -> None:
+    """Tell what was predicted and what was measured, here, to the logger, and to the command that draws it."""
+    for line in comparison_lines(plan, summary):
+        _log.info("%s", line)
+    logger.log_metrics(comparison_metrics(summary), step=max(0, record.steps_done - 1))
+    if record.measured_steps:
+        write_measured(run_dir, record.measured_steps)
 
 
 def run_mode(
@@ -241,9 +270,10 @@ def _summary(
         samples_per_s=samples_per_s,
         step_s=step_s,
         search_s=former.get("search_s"),  # known before the ranks were started
-        is_comparable=info.device.type == "cuda",
+        is_comparable=info.device.type == "cuda" or record.emulation is not None,
         busy_fractions=record.busy_fractions,
         peak_memory_bytes=record.peak_memory_bytes,
+        emulation=record.emulation,
         exit_code=exit_code,
     )
     if mode == "fit":

@@ -234,7 +234,10 @@ def with_framework(
 
 def with_memory(plan: Plan, items: Sequence[MemoryItems]) -> Plan:
     """The plan with the planned memory of each device written down."""
-    devices = [replace(d, planned_memory_bytes=i.total) for d, i in zip(plan.devices, items, strict=True)]
+    devices = [
+        replace(d, planned_memory_bytes=i.total, framework_bytes=round(i.framework))
+        for d, i in zip(plan.devices, items, strict=True)
+    ]
     return replace(plan, devices=tuple(devices))
 
 

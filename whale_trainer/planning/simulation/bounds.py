@@ -29,11 +29,13 @@ def bound_by(simulation: Simulation) -> str:
     spent: dict[str, float] = defaultdict(float)
     start, seconds = simulation.optimizer[last]
     spent[_compute(plan, last)] += seconds
-    # the sum that ended last may have waited for another part
+    # all wait for the rank whose sums end last, and that sum may have waited for another part
     end_of = {tile: (part, local) for part in simulation.parts for local, tile in enumerate(part.members[0])}
-    moment, tile = start, last
+    moment, tile = start, max(end_of, key=lambda t: (_end(end_of[t]), -t))
+    has_waited = False
     for entry, begin, stop in reversed(simulation.sums):
-        if tile in entry.tiles and isclose(stop, moment):
+        if isclose(stop, moment) and (tile in entry.tiles or not has_waited):
+            has_waited = True
             spent["the sum of gradients"] += stop - begin
             moment = begin
             holders = [t for t in entry.tiles if t in end_of]

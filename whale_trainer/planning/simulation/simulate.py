@@ -2,7 +2,8 @@
 
 The same order of actions that the executor runs, with its semantics: a rank computes one action at a time, a split tile
 waits for all its ranks, a transfer starts when its producer ends and waits for nothing but the links that it shares, a
-gradient sum starts when all its holders have the gradient, beside the backward passes that are left.
+gradient sum starts when all its holders have the gradient, beside the backward passes that are left. All ranks meet at
+the end of their sums, and then step their optimizers.
 
 Tiles that neither bridges nor ranks join (replicas) play on their own; those with equal times are played once.
 """
@@ -309,8 +310,10 @@ def simulate(plan: Plan, times: Times, *, engine: Engine = OURS) -> Simulation:
             at = part.played.last[local_tile]
             ends[tile] = (part.played.starts[at], part.played.stops[at])
     sums, after = _play_sums(plan, times, ends)
-    optimizer = {tile: (after[tile], times.optimizer_s(tile)) for tile in ends}
-    step_s = max(start + seconds for start, seconds in optimizer.values())
+    # the global count of samples and the norm of all gradients are known only when the last rank has its sums
+    met = max(after.values())
+    optimizer = {tile: (met, times.optimizer_s(tile)) for tile in ends}
+    step_s = met + max(seconds for _, seconds in optimizer.values())
     return Simulation(plan, step_s, parts, sums, optimizer)
 
 

@@ -1,5 +1,7 @@
 """Live tensor storage of one process, counted at every operator: a measure that shares nothing with the planner.
 
+It also is the memory of an emulated device: with a limit, the operator that passes it fails.
+
     with MemoryMeter() as meter:
         ...                     # everything that makes tensors
         meter.restart()
@@ -22,6 +24,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from whale_trainer.errors import RankError
+
 SNAPSHOT_GROWTH = 1.002
 """A peak that is higher by this factor is looked at anew, storage by storage."""
 
@@ -35,10 +39,15 @@ class Held:
 
 
 class MemoryMeter(TorchDispatchMode):
-    """Counts storages while it is entered. Tensors that were made before count once an operator meets them."""
+    """Counts storages while it is entered. Tensors that were made before count once an operator meets them.
 
-    def __init__(self) -> None:
+    With `limit_bytes`, raises `RankError` where more is alive at once; `device` is whose limit it is, for the message.
+    """
+
+    def __init__(self, limit_bytes: int | None = None, device: str = "the device") -> None:
         super().__init__()
+        self._limit_bytes = limit_bytes
+        self._device = device
         self.live = 0
         self.peak = 0
         self._held: dict[int, Held] = {}
@@ -75,6 +84,18 @@ class MemoryMeter(TorchDispatchMode):
             if self.peak > self._seen * SNAPSHOT_GROWTH:
                 self._seen = self.peak
                 self._at_peak = dict(self._held)
+        if self._limit_bytes is not None and self.live > self._limit_bytes:
+            self._refuse()
+
+    def _refuse(self) -> None:
+        live, limit = self.live, self._limit_bytes
+        self._at_peak, self._limit_bytes = dict(self._held), None
+        biggest = "\n  ".join(self.biggest(5))
+        raise RankError(
+            f"out of memory, as {self._device} would be: {live:,} bytes are needed at once, it has {limit:,}. "
+            f"The biggest (bytes, number, what made them):\n  {biggest}\n"
+            "Use more micro-batches, a smaller global_batch, or strategy=auto, which plans for the memory"
+        )
 
     def _drop(self, key: int) -> None:
         del self._alive[key]
@@ -101,3 +122,46 @@ class MemoryMeter(TorchDispatchMode):
             found[held.origin] += held.num_bytes
             number[held.origin] += 1
         return [f"{size:>12,} {number[origin]:>4} x {origin}" for origin, size in found.most_common(count)]
+
+
+class StepMeter:
+    """The peak of a run's first steps; then it lets the rank run unmetered.
+
+    It counts inside steps only: what loads the data between them is in no device's memory.
+    """
+
+    WARM_UP, STEPS = 2, 3
+    """Steps after which optimizer state and buckets are there; measured ones, of which the least counts, as gloo's
+    threads let go of what they summed at a moment of their own."""
+
+    def __init__(self, limit_bytes: int, device: str) -> None:
+        self._meter = MemoryMeter(limit_bytes, device)
+        self._peaks: list[int] = []
+        self._num_begun = 0
+        self._is_on = False
+
+    def begin_step(self) -> None:
+        """A training step begins: count, unless enough steps were."""
+        if self._num_begun < self.WARM_UP + self.STEPS:
+            self._num_begun += 1
+            self._meter.restart()
+            self._meter.__enter__()
+            self._is_on = True
+
+    def end_step(self) -> None:
+        """The step, with its optimizer, is over."""
+        if self._is_on:
+            self.stop()
+            if self._num_begun > self.WARM_UP:
+                self._peaks.append(self._meter.peak)
+
+    def stop(self) -> None:
+        """Count no longer, as when the step failed. Does nothing a second time."""
+        if self._is_on:
+            self._meter.__exit__(None, None, None)
+            self._is_on = False
+
+    @property
+    def peak(self) -> int:
+        """Bytes; of a run that is too short for a measured step, the most there was in its last one."""
+        return min(self._peaks, default=self._meter.peak)
