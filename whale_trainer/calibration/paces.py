@@ -15,9 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 from whale_trainer.calibration.core import Core
 from whale_trainer.calibration.journal import Journal
 from whale_trainer.calibration.layers import LayerBench, Segments
@@ -43,6 +40,7 @@ from whale_trainer.planning.simulation.paces import (
 )
 from whale_trainer.planning.simulation.times import TimeModel
 from whale_trainer.rank_info import RankInfo
+from whale_trainer.runtime.transfers import slowest_at_once
 
 ROOM = 1.5
 """The stretch by the least one: what the cores do beside the arithmetic, and that they share caches, needs room."""
@@ -191,13 +189,9 @@ def _joined(run: Callable[[], tuple[Segments, Segments]]) -> Segments:
 
 def _time_together(job: PaceJob, _: Plan, spec: ModelSpec, run_dir: Path, info: RankInfo) -> None:
     """A matrix product on every core at once: what the cores reach together."""
-    core = Core()
-    dist.barrier()
-    mine = _product_wall_s(core)
-    times = torch.tensor([mine])
-    dist.all_reduce(times, op=dist.ReduceOp.MAX)
+    seconds = slowest_at_once(partial(_product_wall_s, Core()))
     if info.rank == 0:
-        Journal(job.journal).end("together", {"seconds": float(times)})
+        Journal(job.journal).end("together", {"seconds": seconds})
 
 
 def _product_wall_s(core: Core) -> float:

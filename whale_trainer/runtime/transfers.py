@@ -46,6 +46,14 @@ def sum_times(device: torch.device, sizes: Sequence[int], repeats: int) -> list[
     return _timed(add_up, device, sizes, repeats)
 
 
+def slowest_at_once(measure: Callable[[], float]) -> float:
+    """All ranks measure at the same time: the seconds of the slowest one, on all of them."""
+    dist.barrier()
+    seconds = torch.tensor([measure()], dtype=torch.float64)
+    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    return float(seconds)
+
+
 def _posted(buffer: Tensor, source: int, group: dist.ProcessGroup | None) -> dist.Work:
     work = dist.irecv(buffer, source, group=group)
     assert work is not None
