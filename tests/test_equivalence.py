@@ -15,7 +15,7 @@ from ranks import run_ranks
 from runs import Case, Outcome, gpt, run_case, single
 from tilings import pinwheels, plan_of, rectangles, tile
 
-from whale_trainer.planning.plan import Plan, Shard, Tile
+from whale_trainer.planning.plan import SCHEDULES, Plan, Shard, Tile
 
 pytestmark = pytest.mark.ranks
 
@@ -49,6 +49,7 @@ PLANS = {
     "pipeline even": grid([4], [0, 3, 6], [1]),
     "pipeline 3:1": grid([4], [0, 5, 6], [1]),
     "pipeline 3:1 gpipe": grid([4], [0, 5, 6], [1], schedule="gpipe"),
+    "pipeline 3:1 zero bubble": grid([4], [0, 5, 6], [1], schedule="zero_bubble"),
     "data x tensor": grid([3, 1], [0, 6], [2, 1]),
     "data x pipeline": grid([3, 1], [0, 2, 6], [1]),
     "tensor x pipeline": grid([4], [0, 4, 6], [2, 1]),
@@ -67,6 +68,27 @@ PLANS = {
     "two tiles on a rank": three_of_four(tile((0, 2), (0, 4), 0), tile((2, 4), (0, 4), 1), tile((4, 6), (0, 4), 0)),
     "overlapping shards on a rank": three_of_four(
         tile((0, 6), (0, 2), (0, 5), (1, 3)), tile((0, 6), (2, 4), (1, 1), (0, 2))
+    ),
+    "split backward in tensor groups": grid([4], [0, 3, 6], [2, 1], schedule="zero_bubble"),
+    "split backward, irregular": three_of_four(
+        tile((0, 4), (0, 3), (0, 5), (1, 3)),
+        tile((0, 2), (3, 4), 2),
+        tile((4, 6), (0, 2), 3),
+        tile((2, 6), (3, 4), 2),
+        tile((4, 6), (2, 3), 1),
+        schedule="zero_bubble",
+    ),
+    "interleaved": three_of_four(
+        *(tile((a, b), (0, 4), rank) for a, b, rank in ((0, 2, 0), (2, 3, 1), (3, 5, 0), (5, 6, 1))),
+        schedule="interleaved",
+    ),
+    "interleaved zero bubble": three_of_four(
+        *(tile((a, b), (0, 4), rank) for a, b, rank in ((0, 2, 0), (2, 3, 1), (3, 5, 0), (5, 6, 1))),
+        schedule="zero_bubble",
+    ),
+    "back and forth": three_of_four(
+        *(tile((a, b), (0, 4), rank) for a, b, rank in ((0, 2, 0), (2, 3, 1), (3, 5, 1), (5, 6, 0))),
+        schedule="fitted",
     ),
     "colocated split head": three_of_four(
         tile((0, 5), (0, 3), 0), tile((0, 5), (3, 4), 1), tile((5, 6), (0, 4), (0, 3), (1, 2))
@@ -201,7 +223,7 @@ def small_plans(draw: st.DrawFn) -> Plan:
         tiles,
         micro_batches=2,
         global_batch=2 * height,
-        schedule=draw(st.sampled_from(["gpipe", "1f1b"])),
+        schedule=draw(st.sampled_from(SCHEDULES)),
         num_ranks=num_ranks,
     )
 

@@ -13,8 +13,10 @@ from torch import Tensor, nn
 
 from whale_trainer.describe import describe
 from whale_trainer.errors import RankError
-from whale_trainer.planning.plan import Plan
+from whale_trainer.planning.plan import SCHEDULES, Plan
+from whale_trainer.planning.schedule.schedule import Compute, Op, build_schedule
 from whale_trainer.runtime.engine import Engine
+from whale_trainer.runtime.executor import Pass
 from whale_trainer.runtime.pace import OwnPace, Pace
 from whale_trainer.runtime.trace import Event, Trace
 
@@ -80,6 +82,47 @@ def test_live_activations(schedule: str) -> None:
     assert found == ([3, 2, 1] if schedule == "1f1b" else [6, 6, 6])
 
 
+def count_micro_batches_that_wait(rank: int, _world_size: int, plan: Plan) -> list[tuple[int, int]]:
+    """(in flight, waiting for the gradients of weights) after every action of a step, as the executor holds them."""
+    engine = stack_engine(rank, plan)
+    runs: list[Pass] = []
+    found = []
+
+    class Counting(dict[type, Any]):
+        def __getitem__(self, kind: type) -> Any:
+            def handle(instruction: Any, run: Pass) -> None:
+                handlers[kind](instruction, run)
+                if kind is Compute:
+                    runs.append(run)
+                    found.append((len(run.saved), len(run.waiting_weights)))
+
+            return handle
+
+    handlers = engine._executor._handlers
+    engine._executor._handlers = Counting()
+    engine.train_step(rank_batch(square_batch(plan.global_batch, 0), plan, rank, plan.global_batch), 0)
+    assert not runs[-1].saved
+    assert not runs[-1].waiting_weights
+    return found
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zero_bubble"])
+@pytest.mark.parametrize("places", [(0, 1, 2), (0, 1, 0, 1), (0, 1, 1, 0)], ids=str)
+def test_what_is_in_flight_is_what_the_schedule_says(schedule: str, places: tuple[int, ...]) -> None:
+    tiles = [tile((s, s + 1), (0, 1), rank) for s, rank in enumerate(places)]
+    plan = plan_of(tiles, micro_batches=6, global_batch=6, schedule=schedule)
+    expected = build_schedule(plan, 6)
+    found = run_ranks(count_micro_batches_that_wait, plan.num_ranks, plan)
+    for rank in range(plan.num_ranks):
+        flying = waiting = 0
+        counts = []
+        for action in expected.actions_of(rank):
+            flying += (action.op is Op.FORWARD) - action.op.gives_back
+            waiting += (action.op is Op.INPUT) - (action.op is Op.WEIGHT)
+            counts.append((flying, waiting))
+        assert found[rank] == counts
+
+
 def trace_step(rank: int, _world_size: int, plan: Plan) -> list[Event]:
     trace = Trace()
     torch.manual_seed(0)
@@ -141,7 +184,7 @@ def masked_batch(size: int, step: int) -> tuple[Tensor, Tensor]:
     )
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_bridge_carries_skips_masks_and_none(schedule: str) -> None:
     plan = plan_of(
         [tile((0, 2), (0, 3), 0), tile((0, 1), (3, 4), 1), tile((1, 4), (3, 4), 2), tile((2, 4), (0, 3), 1)],

@@ -23,6 +23,8 @@ from whale_trainer.runtime.footprint import with_footprints
 from whale_trainer.runtime.meter import MemoryMeter
 
 LEAST, MOST = 1.00, 1.10
+MOST_OF = {"zero bubble, back and forth, shards": 1.35}
+"""Bridge buffers of both tiles of a rank count, though they are seldom there at once; here they are a quarter."""
 
 
 def step(*tiles: Tile, micro_batches: int = 1, schedule: str = "1f1b") -> Plan:
@@ -75,6 +77,42 @@ CASES = {
         changes={"dropout": 0.1, "tied": False, "bias": True, "positions": "learned"},
         precision="bf16-mixed",
     ),
+    "interleaved": MemoryCase(
+        step(
+            *(tile((a, b), (0, 2), rank) for a, b, rank in ((0, 1, 0), (1, 2, 1), (2, 4, 0), (4, 5, 1))),
+            micro_batches=6,
+            schedule="interleaved",
+        ),
+    ),
+    "zero bubble": MemoryCase(
+        step(
+            tile((0, 2), (0, 2), 0),
+            tile((2, 3), (0, 2), 1),
+            tile((3, 5), (0, 2), 2),
+            micro_batches=6,
+            schedule="zero_bubble",
+        ),
+        optimizer="SGD",
+    ),
+    "zero bubble, back and forth, shards": MemoryCase(
+        step(
+            tile((0, 1), (0, 4), (0, 2), (1, 1)),
+            tile((1, 3), (0, 4), 2),
+            tile((3, 4), (0, 4), 2),
+            tile((4, 5), (0, 4), (0, 2), (1, 1)),
+            micro_batches=4,
+            schedule="zero_bubble",
+        ),
+    ),
+    "bf16, zero bubble": MemoryCase(
+        step(tile((0, 2), (0, 4), 0), tile((2, 5), (0, 4), 1), micro_batches=4, schedule="zero_bubble"),
+        precision="bf16-mixed",
+    ),
+    "mlp: zero bubble": MemoryCase(
+        step(tile((0, 2), (0, 8), 0), tile((2, 4), (0, 8), 1), micro_batches=4, schedule="zero_bubble"),
+        model="mlp",
+        optimizer="SGD",
+    ),
     "mlp: one device": MemoryCase(step(tile((0, 4), (0, 32), 0)), model="mlp"),
     "mlp: replicas, momentum": MemoryCase(
         step(tile((0, 4), (0, 20), 0), tile((0, 4), (20, 32), 1)),
@@ -109,9 +147,9 @@ def report(rank: int, plan: MemoryItems, found: Measured) -> str:
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", CASES)
 def test_planned_memory_is_what_a_step_holds(name: str) -> None:
-    case = CASES[name]
+    case, most = CASES[name], MOST_OF.get(name, MOST)
     pairs = list(enumerate(zip(planned(case), run_ranks(measure, case.plan.num_ranks, case, timeout=60), strict=True)))
-    wrong = [report(r, plan, found) for r, (plan, found) in pairs if not LEAST <= plan.total / found.peak <= MOST]
+    wrong = [report(r, plan, found) for r, (plan, found) in pairs if not LEAST <= plan.total / found.peak <= most]
     assert not wrong, "\n".join(wrong)
 
 

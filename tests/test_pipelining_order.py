@@ -5,22 +5,28 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleSingle,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+)
 
 from whale_trainer.planning.plan import Plan, PlannedDevice, Shard, Tile
 from whale_trainer.planning.schedule.schedule import build_schedule
 from whale_trainer.planning.shares import Interval
 
 
-def pipeline(stages: int, micro_batches: int, schedule: str) -> Plan:
-    """One layer and one rank a stage, one sample a micro-batch."""
+def pipeline(stages: int, micro_batches: int, schedule: str, num_ranks: int = 0) -> Plan:
+    """One layer a stage, one sample a micro-batch; stages go round over the ranks, by default one for each."""
+    num_ranks = num_ranks or stages
     return Plan(
-        tiles=tuple(Tile(Interval(s, s + 1), Interval(0, 1), (Shard(s),)) for s in range(stages)),
+        tiles=tuple(Tile(Interval(s, s + 1), Interval(0, 1), (Shard(s % num_ranks),)) for s in range(stages)),
         layer_names=tuple(f"layer{s}" for s in range(stages)),
         micro_batches=micro_batches,
         global_batch=micro_batches,
         schedule=schedule,
-        devices=tuple(PlannedDevice(s, "CPU", "node0", 1 << 30) for s in range(stages)),
+        devices=tuple(PlannedDevice(s, "CPU", "node0", 1 << 30) for s in range(num_ranks)),
     )
 
 
@@ -69,3 +75,29 @@ def test_same_order_as_the_library(name: str, kind: type[PipelineScheduleSingle]
             assert ours == library_order(kind, stage, stages, micro_batches)
             compared += 1
     assert compared == stages * (9 - stages if name == "1f1b" else 8)
+
+
+def interleaved_order(rank: int, num_ranks: int, chunks: int, micro_batches: int) -> list[str]:
+    """What the library computes on a rank, without its idle slots."""
+    schedule = ScheduleInterleaved1F1B.__new__(ScheduleInterleaved1F1B)
+    schedule.pp_group_size, schedule.n_local_stages, schedule._n_microbatches = num_ranks, chunks, micro_batches
+    schedule.number_of_rounds = max(1, micro_batches // num_ranks)
+    schedule.microbatches_per_round = micro_batches // schedule.number_of_rounds
+    return [str(action) for action in schedule._calculate_single_rank_operations(rank) if action is not None]
+
+
+@pytest.mark.parametrize("chunks", [2, 3, 4])
+@pytest.mark.parametrize("num_ranks", range(2, 6))
+def test_same_interleaved_order_as_the_library(num_ranks: int, chunks: int) -> None:
+    """For all numbers of micro-batches that the library takes: those that fill whole rounds."""
+    compared = 0
+    for micro_batches in range(1, 4 * num_ranks + 1):
+        if micro_batches % max(1, micro_batches // num_ranks):
+            continue
+        plan = pipeline(num_ranks * chunks, micro_batches, "interleaved", num_ranks)
+        schedule = build_schedule(plan, micro_batches)
+        for rank in range(num_ranks):
+            ours = [str(action) for action in schedule.actions_of(rank)]
+            assert ours == interleaved_order(rank, num_ranks, chunks, micro_batches)
+            compared += 1
+    assert compared >= 6 * num_ranks

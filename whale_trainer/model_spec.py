@@ -140,6 +140,11 @@ class Footprint:
     first_held: tuple[Bytes, ...] = ()
     """As `first`, but without the output's gradient, for where it is held all the time."""
     later_held: tuple[Bytes, ...] = ()
+    split: tuple[Bytes, ...] = ()
+    """As `later`, for a backward pass that leaves the gradients of weights, and keeps what they are made of."""
+    split_held: tuple[Bytes, ...] = ()
+    waiting: Bytes = Bytes()
+    """Kept from the gradients of the inputs to those of the weights, where a schedule splits backward passes."""
 
 
 @dataclass(frozen=True)
@@ -173,6 +178,8 @@ class LayerSpec:
     """Kernels of a forward pass, whatever the number of samples."""
     memory: LayerMemory | None = None
     """What it holds while it runs, where that was measured."""
+    linear_flops: float | None = None
+    """The part of `forward_flops` in linear layers, whose weights' gradients can wait; None where it is not known."""
 
 
 @dataclass(frozen=True)

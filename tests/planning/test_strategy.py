@@ -53,9 +53,13 @@ def test_defaults() -> None:
         (
             {"schedule": "1f1"},
             "strategy.schedule",
-            "'1f1' is not allowed; did you mean 1f1b? (allowed: 1f1b, gpipe, auto)",
+            "'1f1' is not allowed; did you mean 1f1b? (allowed: 1f1b, gpipe, interleaved, zero_bubble, fitted, auto)",
         ),
-        ({"schedule": "zero_bubble"}, "strategy.schedule", "'zero_bubble' is not allowed; allowed: 1f1b, gpipe, auto"),
+        (
+            {"schedule": "hanayo"},
+            "strategy.schedule",
+            "'hanayo' is not allowed; allowed: 1f1b, gpipe, interleaved, zero_bubble, fitted, auto",
+        ),
         ({"balance": "evn"}, "strategy.balance", "'evn' is not allowed; did you mean even?"),
         ({"max_candidates": 0}, "strategy.max_candidates", "0 is below 1; allowed: how many plans the search may"),
         ({"left_over": True}, "strategy.left_over", "True is not allowed; allowed: refuse, allow"),

@@ -7,7 +7,7 @@ from itertools import product
 
 from hypothesis import strategies as st
 
-from whale_trainer.planning.plan import Plan, PlannedDevice, Shard, Tile
+from whale_trainer.planning.plan import SCHEDULES, Plan, PlannedDevice, Shard, Tile
 from whale_trainer.planning.shares import Interval, intervals
 
 KIND = ("V100-SXM2-32GB", "node0", 32 << 30)
@@ -117,7 +117,7 @@ def plans(draw: st.DrawFn) -> Plan:
         tiles,
         micro_batches=micro_batches,
         global_batch=global_batch,
-        schedule=draw(st.sampled_from(["gpipe", "1f1b"])),
+        schedule=draw(st.sampled_from(SCHEDULES)),
         num_ranks=num_ranks,
     )
 

@@ -50,6 +50,8 @@ class LayerCost:
     moved_bytes: int = 0
     """Read and written by the kernels that do no matrix product."""
     num_kernels: int = 0
+    linear_flops: float = 0.0
+    """Those in plain linear layers that are trained."""
     dropouts: tuple[tuple[str, int], ...] = ()
     """Dropout modules by name inside the layer, with the last dim of what they get."""
 
@@ -159,7 +161,9 @@ def _run(name: str, layer: nn.Module, x: Any, samples: int, cut: dict[int, Modul
         if type(m) is nn.Dropout
     ]
     traffic = _Traffic()
-    split_flops = _CutFlops(traffic, layer, cut)
+    split_flops = _FlopsInside(traffic, [m for m in layer.modules() if _is_cut(cut.get(id(m)))])
+    linear = [m for m in layer.modules() if type(m) is nn.Linear and m.weight.requires_grad]
+    linear_flops = _FlopsInside(traffic, linear)
     try:
         with traffic, NoDraws(name), _Watch(name, own, traffic), kept.hooks():
             out = layer(_with_gradient(x))
@@ -168,7 +172,7 @@ def _run(name: str, layer: nn.Module, x: Any, samples: int, cut: dict[int, Modul
     except Exception as error:
         raise ConfigError([Problem(f"model.{name}", f"fails on {tree_map(_shape, x)}: {error}")]) from error
     finally:
-        for handle in (*hooks, *split_flops.hooks):
+        for handle in (*hooks, *split_flops.hooks, *linear_flops.hooks):
             handle.remove()
     check_output(name, out)
     out_bytes = sum(t.numel() * t.element_size() for t in tree_leaves(out) if isinstance(t, Tensor))
@@ -179,6 +183,7 @@ def _run(name: str, layer: nn.Module, x: Any, samples: int, cut: dict[int, Modul
         -(-out_bytes // samples),
         -(-traffic.moved_bytes // samples),
         traffic.num_kernels,
+        linear_flops.total / samples,
         tuple(dropouts.items()),
     )
     return cost, tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, out)
@@ -245,19 +250,22 @@ class _Traffic(TorchDispatchMode):
         return out
 
 
-class _CutFlops:
-    """Counts the FLOPs that pass inside the modules that a tensor group cuts."""
+def _is_cut(split: ModuleSplit | None) -> bool:
+    """Whether a tensor group cuts the module."""
+    return split is not None and split.kind is not SplitKind.PARTIAL
 
-    def __init__(self, counter: _Traffic, layer: nn.Module, cut: dict[int, ModuleSplit]) -> None:
+
+class _FlopsInside:
+    """Counts the FLOPs that pass inside some modules."""
+
+    def __init__(self, counter: _Traffic, modules: Sequence[nn.Module]) -> None:
         self.total = 0.0
         self._counter = counter
         self._begun: dict[int, float] = {}
         self.hooks: list[Any] = []
-        for module in layer.modules():
-            split = cut.get(id(module))
-            if split is not None and split.kind is not SplitKind.PARTIAL:
-                self.hooks.append(module.register_forward_pre_hook(self._begin))
-                self.hooks.append(module.register_forward_hook(self._end))
+        for module in modules:
+            self.hooks.append(module.register_forward_pre_hook(self._begin))
+            self.hooks.append(module.register_forward_hook(self._end))
 
     def _begin(self, module: nn.Module, _args: Any) -> None:
         self._begun[id(module)] = self._counter.flops

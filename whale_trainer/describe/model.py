@@ -88,6 +88,7 @@ def _layer(index: int, name: str, cost: LayerCost, splits: Sequence[ModuleSplit]
         sums,
         cost.moved_bytes,
         cost.num_kernels,
+        linear_flops=cost.linear_flops,
     )
 
 

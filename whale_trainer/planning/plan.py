@@ -19,7 +19,11 @@ from whale_trainer.model_spec import ModelSpec
 from whale_trainer.planning.shares import Interval, cut_units
 
 SCHEMA_VERSION = 1
-SCHEDULES = ("gpipe", "1f1b")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "fitted")
+SPLIT_SCHEDULES = ("zero_bubble", "fitted")
+"""Those whose backward passes are in two parts."""
+Lengths = tuple[int, int, int]
+"""Lengths of a tile's forward, of the gradients of its inputs and of its weights, in units of the plan's own."""
 
 
 @dataclass(frozen=True, order=True)
@@ -93,6 +97,8 @@ class Plan:
     global_batch: int
     schedule: str
     devices: tuple[PlannedDevice, ...]
+    lengths: tuple[Lengths, ...] = ()
+    """By tile, what the order of `fitted` is made for; empty for other schedules."""
     left_out: tuple[str, ...] = ()
     """Devices that the plan does not use, by kind and node."""
     notes: tuple[str, ...] = ()
@@ -155,6 +161,8 @@ class Plan:
         decisions = {
             k: self.to_dict()[k] for k in ("tiles", "layer_names", "micro_batches", "global_batch", "schedule")
         }
+        if self.lengths:
+            decisions["lengths"] = self.lengths
         return hashlib.sha256(json.dumps(decisions, sort_keys=True).encode()).hexdigest()[:16]
 
     def to_dict(self, model: ModelSpec | None = None) -> dict[str, Any]:
@@ -179,6 +187,7 @@ class Plan:
             "layer_names": list(self.layer_names),
             "micro_batches": self.micro_batches,
             "schedule": self.schedule,
+            "lengths": [list(three) for three in self.lengths],
             "global_batch": self.global_batch,
             "devices": [asdict(d) for d in self.devices],
             "left_out": list(self.left_out),
@@ -212,11 +221,12 @@ class Plan:
                 global_batch=data["global_batch"],
                 schedule=data["schedule"],
                 devices=tuple(PlannedDevice(**d) for d in data["devices"]),
+                lengths=tuple((forward, inputs, weights) for forward, inputs, weights in data.get("lengths", ())),
                 left_out=tuple(data["left_out"]),
                 notes=tuple(data["notes"]),
                 predicted=_prediction(data["predicted"]),
             )
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, ValueError) as error:
             raise PlanError(f"plan.json is not a whole plan ({error}): plan again") from error
 
     @classmethod
@@ -227,6 +237,10 @@ class Plan:
 def _check(plan: Plan) -> None:
     if plan.schedule not in SCHEDULES:
         raise PlanError(f"schedule {plan.schedule!r} is not one of {', '.join(SCHEDULES)}")
+    if plan.lengths and (plan.schedule != "fitted" or len(plan.lengths) != len(plan.tiles)):
+        raise PlanError(f"{len(plan.lengths)} lengths, but they belong to the tiles of schedule fitted, one to each")
+    if any(length < 1 for three in plan.lengths for length in three):
+        raise PlanError(f"lengths are whole numbers from 1, found {plan.lengths}")
     if plan.micro_batches < 1 or plan.global_batch < plan.micro_batches:
         raise PlanError(
             f"a global batch of {plan.global_batch} cannot be cut into {plan.micro_batches} micro-batches: "

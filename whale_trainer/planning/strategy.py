@@ -67,7 +67,7 @@ class StrategySpec(_Section):
 
     name: str = Field(default="custom", description="the preset's name")
     micro_batches: Annotated[int | Literal["auto"], BeforeValidator(_count_or_auto)] = 1
-    schedule: Literal["1f1b", "gpipe", "auto"] = "1f1b"
+    schedule: Literal["1f1b", "gpipe", "interleaved", "zero_bubble", "fitted", "auto"] = "1f1b"
     balance: Literal["hardware", "even", "whale"] = "hardware"
     """`hardware`: the least step time; base lines: `even` takes all devices as equal, `whale` is the paper's own
     algorithm."""

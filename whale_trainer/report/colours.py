@@ -10,6 +10,8 @@ KINDS = ("#56b4e9", "#e69f00", "#cc79a7", "#009e73", "#0072b2", "#d55e00")
 ACTIVITIES = {
     Activity.FORWARD: "#0072b2",
     Activity.BACKWARD: "#009e73",
+    Activity.INPUT: "#56b4e9",
+    Activity.WEIGHT: "#f0e442",
     Activity.TRANSFER: "#cc79a7",
     Activity.SUM: "#d55e00",
     Activity.OPTIMIZER: "#8c8c8c",

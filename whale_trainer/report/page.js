@@ -120,7 +120,7 @@
 
   function barsOf(element) {
     const bars = [];
-    for (const bar of element.querySelectorAll('[data-activity="forward"] rect, [data-activity="backward"] rect')) {
+    for (const bar of element.querySelectorAll('[data-activity="forward"] rect, [data-activity^="backward"] rect')) {
       const group = bar.parentNode;
       const top = group.parentNode.transform.baseVal[0].matrix.f;
       const [x, width] = [bar.x.baseVal.value, bar.width.baseVal.value];

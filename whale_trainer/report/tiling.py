@@ -142,7 +142,7 @@ def _tip(plan: Plan, index: int, kinds: Sequence[str], seconds: Mapping[str, flo
         lines.append(f"rank {shard.rank}: {kinds[shard.rank]} on {plan.devices[shard.rank].node}{share}")
     if len(tile.shards) > 8:
         lines.append(f"and {len(tile.shards) - 8} more of ranks {ranks_in_words(tile.ranks)}")
-    words = {"F": "forward", "B": "backward"}
+    words = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "of weights"}
     times = [f"{words[op]} {duration(seconds[op])}" for op in words if op in seconds]
     if times:
         lines.append(f"{', '.join(times)} a micro-batch")

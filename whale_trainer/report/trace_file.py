@@ -21,6 +21,8 @@ FILE = "timeline.json"
 COLOURS = {
     Activity.FORWARD: "thread_state_running",
     Activity.BACKWARD: "thread_state_runnable",
+    Activity.INPUT: "thread_state_uninterruptible",
+    Activity.WEIGHT: "thread_state_runnable",
     Activity.TRANSFER: "thread_state_iowait",
     Activity.SUM: "terrible",
     Activity.OPTIMIZER: "grey",

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from whale_trainer.model_spec import ModelSpec
 from whale_trainer.planning.pieces import gradient_buckets, parameter_layouts
-from whale_trainer.planning.plan import Plan
+from whale_trainer.planning.plan import SPLIT_SCHEDULES, Plan
 from whale_trainer.planning.schedule.lowering import lower
 from whale_trainer.planning.schedule.schedule import Action, Compute, Instruction, Op, build_schedule
 from whale_trainer.planning.schedule.schedule import messages as bridge_messages
@@ -34,6 +34,7 @@ from whale_trainer.runtime.pace import OwnPace, Pace
 from whale_trainer.runtime.precision import Precision
 from whale_trainer.runtime.shards import ShardBuilder, cut_parameters, tied_names
 from whale_trainer.runtime.vocab import VocabShard
+from whale_trainer.runtime.weight_gradients import WeightGradients
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,8 @@ class Engine:
             edges=edges,
         )
         model.to(device=self.device, dtype=self.precision.parameter_dtype)
-        builder = ShardBuilder(model, spec, plan, self.layouts, rank, self.dropout)
+        weights = WeightGradients() if plan.schedule in SPLIT_SCHEDULES else None
+        builder = ShardBuilder(model, spec, plan, self.layouts, rank, self.dropout, weights)
         for index in plan.tiles_of(rank):
             builder.copy(index)
         self.pieces = cut_parameters(model, self.layouts, rank)
@@ -124,6 +126,7 @@ class Engine:
             self.precision,
             self.device,
             self.pace,
+            weights,
         )
         self._program = lru_cache(maxsize=32)(self._make_program)
 
@@ -143,7 +146,7 @@ class Engine:
                     piece = self.pieces[layout.parameter.name, layout.piece_of(self.rank, use.interval)]
                     touched_by[use.tile].append(id(piece))
         for instruction in program:
-            if isinstance(instruction, Compute) and instruction.action.op is Op.BACKWARD:
+            if isinstance(instruction, Compute) and instruction.action.op in (Op.BACKWARD, Op.WEIGHT):
                 last.update(dict.fromkeys(touched_by[instruction.action.tile], instruction.action))
         finals: dict[Action, list[nn.Parameter]] = {}
         for key, action in last.items():

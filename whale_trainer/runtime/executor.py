@@ -27,6 +27,7 @@ from whale_trainer.runtime.gradients import GradientSums
 from whale_trainer.runtime.pace import Pace
 from whale_trainer.runtime.precision import Precision
 from whale_trainer.runtime.shards import TileLayers
+from whale_trainer.runtime.weight_gradients import Product, WeightGradients, add_waiting
 
 
 def slice_samples(samples: Any, rows: tuple[int, ...], wanted: Interval) -> Any:
@@ -62,6 +63,8 @@ class Pass:
     loss_sum: float = 0.0
     count: float = 0.0
     saved: dict[tuple[int, int], tuple[list[Tensor | None], list[Tensor]]] = field(default_factory=dict)
+    waiting_weights: dict[tuple[int, int], list[Product]] = field(default_factory=dict)
+    """What the gradients of weights are made of, by (tile, micro-batch) whose inputs' gradients are done."""
     local: dict[Message, list[Tensor | None]] = field(default_factory=dict)
     outgoing: dict[Message, tuple[list[Tensor | None], Layout | None]] = field(default_factory=dict)
     arrivals: dict[Message, Arrival] = field(default_factory=dict)
@@ -89,6 +92,7 @@ class Executor:
         precision: Precision,
         device: torch.device,
         pace: Pace,
+        weights: WeightGradients | None = None,
     ) -> None:
         self._plan = plan
         self._rank = rank
@@ -100,6 +104,7 @@ class Executor:
         self._precision = precision
         self._device = device
         self._pace = pace
+        self._weights = weights or WeightGradients()
         self._output_layouts: dict[tuple[int, bool], Layout] = {}
         self._handlers: dict[type, Callable[[Any, Pass], None]] = {
             Receive: self._receive,
@@ -146,7 +151,7 @@ class Executor:
         key = (tile, micro_batch, op)
         if key not in run.buffers:
             buffers = layout.allocate(len(self._plan.rows(tile, micro_batch, run.batch_size)), self._device)
-            if op is Op.BACKWARD:
+            if op.gives_back:
                 buffers = [buffers[i] for i in layout.with_gradient]
             run.buffers[key] = buffers
         return run.buffers[key]
@@ -196,10 +201,12 @@ class Executor:
         action, tile = instruction.action, self._plan.tiles[instruction.action.tile]
         is_forward = action.op is Op.FORWARD
         is_edge = tile.layers.start == 0 if is_forward else tile.layers.stop == self._plan.num_layers
-        brought = None if is_edge else self._collect(action, instruction.inputs, run)
+        brought = None if is_edge or action.op is Op.WEIGHT else self._collect(action, instruction.inputs, run)
         with self._pace.action(action, len(self._plan.rows(action.tile, action.micro_batch, run.batch_size))):
             if is_forward:
                 self._forward(instruction, brought, run)
+            elif action.op is Op.WEIGHT:
+                self._weight(action, run)
             else:
                 self._backward(instruction, brought, run)
 
@@ -265,8 +272,11 @@ class Executor:
         inputs, outputs = run.saved.pop((action.tile, action.micro_batch))
         finals = run.finals.get(action, ())
         self._sums.expect(finals)
+        if action.op is Op.INPUT:
+            self._weights.waiting = run.waiting_weights[action.tile, action.micro_batch] = []
         if any(t.requires_grad for t in outputs):
             torch.autograd.backward(outputs, grads)
+        self._weights.waiting = None
         self._sums.settle(finals)
         for message in instruction.outputs:
             part = self._part(action.tile, message, run)
@@ -277,6 +287,16 @@ class Executor:
                 run.local[message] = list(tensors)
             else:
                 run.outgoing[message] = (list(tensors), None)
+
+    def _weight(self, action: Action, run: Pass) -> None:
+        products = run.waiting_weights.pop((action.tile, action.micro_batch))
+        finals = {id(parameter): parameter for parameter in run.finals.get(action, ())}
+        waiting = {id(parameter) for product in products for parameter in product.parameters}
+        self._sums.settle(parameter for key, parameter in finals.items() if key not in waiting)
+        for parameter in add_waiting(products):
+            if id(parameter) in finals:
+                self._sums.settle([finals[id(parameter)]])
+        self._sums.settle(finals.values())
 
     # --- send --------------------------------------------------------------------------------------------------------
 

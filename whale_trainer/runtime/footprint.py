@@ -36,7 +36,10 @@ from whale_trainer.runtime.precision import Precision
 from whale_trainer.runtime.shards import cut_module
 from whale_trainer.runtime.storages import SAMPLES, Dims, Record
 from whale_trainer.runtime.vocab import VocabShard
+from whale_trainer.runtime.weight_gradients import WeightGradients
 
+WAITING = "waiting"
+"""The role of what is kept for the gradients of weights."""
 EVEN = (1, 1)
 """Weights of the tensor group of which a cut layer is the first shard."""
 
@@ -80,8 +83,12 @@ class _Formats:
         return self.precision.parameter_dtype if dtype.is_floating_point else dtype
 
     def context(self) -> AbstractContextManager[Any]:
-        lower = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(self.precision.name)
-        return nullcontext() if lower is None else MetaAutocast(self.device_type, lower)
+        return nullcontext() if self.lower is None else MetaAutocast(self.device_type, self.lower)
+
+    @property
+    def lower(self) -> torch.dtype | None:
+        """What autocast computes in."""
+        return {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(self.precision.name)
 
 
 def _enlarged(batch: Any, count: int, formats: _Formats) -> Any:
@@ -169,8 +176,16 @@ class _Runs:
         return self._run(boundary, splits, None)
 
     def _run(self, boundary: Any, splits: Sequence[ModuleSplit], batch: Any) -> tuple[Footprint, Any]:
+        whole, out = self._pass(boundary, splits, batch, None)
+        split, _ = self._pass(boundary, splits, batch, WeightGradients(meta_dtype=self.formats.lower))
+        return replace(whole, split=split.later, split_held=split.later_held, waiting=split.waiting), out
+
+    def _pass(
+        self, boundary: Any, splits: Sequence[ModuleSplit], batch: Any, weights: WeightGradients | None
+    ) -> tuple[Footprint, Any]:
+        """A forward and a backward pass; with `weights` one that leaves the gradients of weights."""
         dims = Dims(tuple(dict.fromkeys(s.split for s in splits if s.split is not None)))
-        copied = _copied(self.spec, self.model, self.layer, splits, dims, self.formats)
+        copied = _copied(self.spec, self.model, self.layer, splits, dims, self.formats, weights)
         own = [*copied.parameters(), *copied.buffers()]
         others = [t for t in tree_leaves((boundary, batch)) if isinstance(t, Tensor)]
         record = Record(dims, own, others)
@@ -195,9 +210,14 @@ class _Runs:
                 loss = _End.apply(record, *ends) if ends else None
             ends.clear()
             record.turn()
+            if weights is not None:
+                weights.waiting = []
             if loss is not None and loss.requires_grad:
                 torch.autograd.backward(loss)
-        return record.footprint(), tree_map(_built, form)
+            if weights is not None:
+                record.mark(WAITING, [t for product in weights.waiting or () for t in (product.x, product.grad)])
+        found = record.footprint()
+        return (found if weights is None else replace(found, waiting=record.of(WAITING))), tree_map(_built, form)
 
 
 class _End(torch.autograd.Function):
@@ -238,6 +258,7 @@ def _copied(
     splits: Sequence[ModuleSplit],
     dims: Dims,
     formats: _Formats,
+    weights: WeightGradients | None,
 ) -> nn.Module:
     """The layer with parameters of its own, of which the cut ones have the size of a rank's part."""
     cuts = {p.name: p.cut for p in spec.parameters}
@@ -256,7 +277,9 @@ def _copied(
     group: Any = _NoPeers()
     for split in splits:
         enlarged = None if split.split is None else dims.enlarged[split.split]
-        cut_module(memo[id(modules[split.module])], replace(split, split=enlarged), tile, 0, group)
+        cut_module(memo[id(modules[split.module])], replace(split, split=enlarged), tile, 0, group, weights)
+    if weights is not None:
+        weights.put_off(root)
     return root[0]
 
 

@@ -25,6 +25,7 @@ from whale_trainer.planning.shares import Interval, cut_units, kv_units
 from whale_trainer.runtime.collectives import copy_to_group, sum_over_group
 from whale_trainer.runtime.dropout import DropoutState, PlanFreeDropout
 from whale_trainer.runtime.vocab import VocabShard
+from whale_trainer.runtime.weight_gradients import WeightGradients
 
 Pieces = dict[tuple[str, int], nn.Parameter]
 """A rank's stored parameters by logical name and piece index."""
@@ -114,12 +115,15 @@ class ShardBuilder:
         layouts: tuple[ParameterLayout, ...],
         rank: int,
         state: DropoutState,
+        weights: WeightGradients | None = None,
     ) -> None:
+        """`weights`: where gradients of weights wait, if backward passes are split."""
         self._model = model
         self._spec = spec
         self._plan = plan
         self._rank = rank
         self._state = state
+        self._put_off = weights
         self._modules = dict(model.named_modules())
         self._shared = {id(t): t for t in (*model.parameters(), *model.buffers())}
         by_name = {layout.parameter.name: layout for layout in layouts}
@@ -169,7 +173,16 @@ class ShardBuilder:
         if group is not None:
             for split in self._spec.splits:
                 if tile.layers.start <= split.layer < tile.layers.stop:
-                    cut_module(memo[id(self._modules[split.module])], split, tile, tile.shard_of(self._rank), group)
+                    cut_module(
+                        memo[id(self._modules[split.module])],
+                        split,
+                        tile,
+                        tile.shard_of(self._rank),
+                        group,
+                        self._put_off,
+                    )
+        if self._put_off is not None:
+            self._put_off.put_off(root)
         return TileLayers(list(root), views)
 
     def _replace_dropouts(self, root: nn.Module, tile: Tile, memo: dict[int, Any]) -> None:
@@ -198,7 +211,14 @@ class ShardBuilder:
         return None
 
 
-def cut_module(module: nn.Module, split: ModuleSplit, tile: Tile, shard: int, group: dist.ProcessGroup) -> None:
+def cut_module(
+    module: nn.Module,
+    split: ModuleSplit,
+    tile: Tile,
+    shard: int,
+    group: dist.ProcessGroup,
+    weights: WeightGradients | None = None,
+) -> None:
     """Give the copied `module`, whose weights are this rank's part already, the collectives at its edges."""
     if split.kind is SplitKind.PARTIAL:
         return
@@ -207,10 +227,10 @@ def cut_module(module: nn.Module, split: ModuleSplit, tile: Tile, shard: int, gr
     if split.kind is SplitKind.COLUMN:
         _before(module, group)
     elif split.kind is SplitKind.ROW:
-        _sum_after(module, group)
+        _sum_after(module, group, weights)
     elif split.kind is SplitKind.HEADS:
         _before(module, group)
-        _sum_after(module.get_submodule("o_proj"), group)
+        _sum_after(module.get_submodule("o_proj"), group, weights)
         _spread_kv(module, split, part)
     elif isinstance(module, nn.Embedding):
         _embed_part(module, part, group)
@@ -228,13 +248,14 @@ def _before(module: nn.Module, group: dist.ProcessGroup) -> None:
     module.register_forward_pre_hook(hook)
 
 
-def _sum_after(module: nn.Module, group: dist.ProcessGroup) -> None:
+def _sum_after(module: nn.Module, group: dist.ProcessGroup, weights: WeightGradients | None) -> None:
     """Partial products are summed before the bias is added, so that it counts once."""
 
     linear: Any = module
+    product = F.linear if weights is None else weights.linear
 
     def forward(x: Tensor) -> Tensor:
-        out = sum_over_group(F.linear(x, linear.weight), group)
+        out = sum_over_group(product(x, linear.weight), group)
         return out if linear.bias is None else out + linear.bias
 
     linear.forward = forward

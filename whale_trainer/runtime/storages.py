@@ -135,7 +135,8 @@ class Record(TorchDispatchMode):
         self._events.append((self._alive.pop(key)[0], -1))
 
     def _add(self, parameter: Tensor) -> None:
-        assert parameter.grad is not None
+        if parameter.grad is None:  # its gradient waits
+            return
         found = self._alive.get(parameter.grad.untyped_storage()._cdata)
         if found is not None:
             self._added.setdefault(found[0], len(self._events))
@@ -168,6 +169,10 @@ class Record(TorchDispatchMode):
             first_held=backward[2],
             later_held=backward[3],
         )
+
+    def of(self, role: str) -> Bytes:
+        """The storages of a role."""
+        return self._sum(self._roles[role])
 
     def _live(self, stop: int) -> set[int]:
         """Storages that are there after the first `stop` events."""

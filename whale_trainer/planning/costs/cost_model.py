@@ -226,6 +226,10 @@ class ShardCosts:
         found += SMALL_PARTS * (found - gradients)
         return max(found, gradients + self.optimizer_peak(start, stop, gradients))
 
+    def split_moment(self, start: int, stop: int, flow: Flow) -> float:
+        """As `moment`, for a backward pass that leaves the gradients of weights; without gradients."""
+        return (1 + SMALL_PARTS) * self.footprints.split_peak(start, stop, flow)
+
     def optimizer_peak(self, start: int, stop: int, gradients: float) -> float:
         """Bytes that the optimizer's step makes for a moment, for this many bytes of gradients."""
         return self.costs.optimizer.peak_of_all / 4 * gradients + max(0.0, self._single_peaks.most(start, stop))

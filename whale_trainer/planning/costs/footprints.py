@@ -28,7 +28,7 @@ UNCUT_ACTIVATIONS = 1 / 3
 """Where it was not measured: part of a cut layer's saved activations that each shard holds whole (residual, norms and
 gathered outputs). In a decoder block these are 10 of 34 bytes per element (Korthikanti et al. 2022)."""
 
-PEAKS = ("forward", "first", "later", "first_held", "later_held")
+PEAKS = ("forward", "first", "later", "first_held", "later_held", "split", "split_held")
 """The fields of a footprint that tell peaks."""
 
 Numbers = np.ndarray[Any, np.dtype[np.float64]]
@@ -50,6 +50,9 @@ def rough_footprint(kept: float, boundary: float, casts: float = 0.0) -> Footpri
         later=both,
         first_held=(edge,),
         later_held=(edge,),
+        split=both,
+        split_held=(edge,),
+        waiting=Bytes(0.0, kept + boundary),
     )
 
 
@@ -69,6 +72,9 @@ def part_of(footprint: Footprint, part: float) -> Footprint:
         later=some(*footprint.later),
         first_held=some(*footprint.first_held),
         later_held=some(*footprint.later_held),
+        split=some(*footprint.split),
+        split_held=some(*footprint.split_held),
+        waiting=some(footprint.waiting)[0],
     )
 
 
@@ -152,6 +158,9 @@ class _Shard:
     later: tuple[Pair, ...]
     first_held: tuple[Pair, ...]
     later_held: tuple[Pair, ...]
+    split: tuple[Pair, ...]
+    split_held: tuple[Pair, ...]
+    waiting: Pair
 
     @classmethod
     def of(cls, footprint: Footprint, parts: Mapping[SplitDim, float]) -> _Shard:
@@ -172,6 +181,11 @@ class _Figures:
     later: RangeMax
     first_held: list[float]
     later_held: list[float]
+    split: RangeMax
+    """Less what the layers up to there keep for the gradients of weights, as `waiting` counts it."""
+    split_held: list[float]
+    waiting: list[float]
+    """Of the layers before each, and of all."""
     output: list[float]
     """What the layer before gives; nothing for the first, whose input is the batch."""
     before: list[float]
@@ -200,6 +214,7 @@ class ShardFootprints:
         taken = [nothing, *(_less(a.kept_input, b.kept_output) for b, a in pairs)]
         inside = np.array([_more(t, _more(x.kept, x.kept_output)) for t, x in zip(taken, layers, strict=True)])
         self._kept = np.vstack([np.zeros(2), inside.cumsum(axis=0)])
+        self._waiting = np.vstack([np.zeros(2), np.array([x.waiting for x in layers]).reshape(-1, 2).cumsum(axis=0)])
         self._casts = list(accumulate((x.casts[0] for x in layers), initial=0.0))
         self._outputs = np.array(outputs)
         self._entering = np.array([_less(o, g) for o, g in zip(outputs[:-1], given[:-1], strict=True)])
@@ -214,7 +229,7 @@ class ShardFootprints:
     def _figures(self, samples: int) -> _Figures:
         if samples not in self._known:
             unit = np.array([1.0, samples])
-            kept = self._kept @ unit
+            kept, waiting = self._kept @ unit, self._waiting @ unit
             lines = {name: found.at(samples) for name, found in self._lines.items()}
             # gradients of later layers are there when a layer's first backward pass begins
             earlier = np.array(self._gradients[1:])
@@ -225,6 +240,9 @@ class ShardFootprints:
                 RangeMax(kept[1:] + lines["later"]),
                 (kept[1:] + lines["first_held"] - earlier).tolist(),
                 (kept[1:] + lines["later_held"]).tolist(),
+                RangeMax(kept[1:] + lines["split"] - waiting[1:]),
+                (kept[1:] + lines["split_held"] - waiting[1:]).tolist(),
+                waiting.tolist(),
                 (self._outputs @ unit).tolist(),
                 (self._before @ unit).tolist(),
                 (self._after @ unit).tolist(),
@@ -240,6 +258,23 @@ class ShardFootprints:
     def casts(self, start: int, stop: int) -> float:
         """Bytes of low-precision weights, which are part of `held`."""
         return self._casts[stop] - self._casts[start]
+
+    def waiting(self, start: int, stop: int, samples: int) -> float:
+        """Bytes of a micro-batch whose weights' gradients wait."""
+        at = self._figures(samples)
+        return at.waiting[stop] - at.waiting[start]
+
+    def split_peak(self, start: int, stop: int, flow: Flow) -> float:
+        """The most bytes at once, without gradients, while a backward pass leaves the gradients of weights."""
+        at = self._figures(flow.samples)
+        base = at.before[start] + at.after[stop] - at.kept[start]
+        is_last = stop == self._num_layers
+        found = at.split.most(start, stop if is_last else stop - 1) + at.waiting[stop]
+        if not is_last:
+            found = max(found, at.split_held[stop - 1] + at.waiting[stop])
+        return (
+            (flow.in_flight - 1) * self.held(start, stop, flow.samples) + base + self.buffers(start, stop, flow) + found
+        )
 
     def buffers(self, start: int, stop: int, flow: Flow) -> float:
         """What bridges hold in a backward pass: the gradient that came, the next input or gradient, and what is sent.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
+from typing import NamedTuple
 
 from whale_trainer.device_kinds import GIB, DeviceKind
 from whale_trainer.errors import PlanError
@@ -12,7 +13,7 @@ from whale_trainer.model_spec import Cut, ModelSpec, ParameterSpec
 from whale_trainer.planning.costs.cost_model import CostModel, MemoryItems, shard_elements
 from whale_trainer.planning.costs.footprints import Flow, State
 from whale_trainer.planning.costs.load import tile_depths
-from whale_trainer.planning.plan import Plan, PlannedDevice, Tile
+from whale_trainer.planning.plan import SPLIT_SCHEDULES, Plan, PlannedDevice, Tile
 from whale_trainer.planning.schedule.schedule import Op, Schedule, build_schedule
 from whale_trainer.planning.shares import Interval, cut_elements
 from whale_trainer.validation import counted
@@ -35,11 +36,18 @@ def usable_bytes(kind: DeviceKind) -> int:
 def in_flight(plan: Plan) -> tuple[int, ...]:
     """For each tile, the micro-batches whose activations it holds at once.
 
-    With `gpipe` all of them; with `1f1b` the longest path of bridges from the tile to the loss, plus one.
+    With `gpipe` all of them; with `1f1b` the longest path of bridges from the tile to the loss, plus one; else counted
+    in the schedule. Those that wait for the gradients of weights are not among them.
     """
     if plan.schedule == "gpipe":
         return (plan.micro_batches,) * len(plan.tiles)
-    return tuple(min(plan.micro_batches, depth) for depth in tile_depths(plan))
+    if plan.schedule == "1f1b":
+        return tuple(min(plan.micro_batches, depth) for depth in tile_depths(plan))
+    flying, most = [0] * len(plan.tiles), [0] * len(plan.tiles)
+    for action in build_schedule(plan, plan.global_batch).order:
+        flying[action.tile] += (action.op is Op.FORWARD) - action.op.gives_back
+        most[action.tile] = max(most[action.tile], flying[action.tile])
+    return tuple(most)
 
 
 def flow_of(plan: Plan, tile: Tile, flying: int) -> Flow:
@@ -58,7 +66,9 @@ def rank_memory(plan: Plan, costs: CostModel) -> tuple[MemoryItems, ...]:
         for rank in tile.ranks:
             held[rank].append(index)
     others = _others(plan, costs.model)
-    schedule = build_schedule(plan, plan.global_batch) if any(len(indices) > 1 for indices in held) else None
+    splits = plan.schedule in SPLIT_SCHEDULES
+    needs_order = splits or any(len(indices) > 1 for indices in held)
+    schedule = build_schedule(plan, plan.global_batch) if needs_order else None
     known: dict[tuple[object, ...], MemoryItems] = {}
     found = []
     for rank, indices in enumerate(held):
@@ -67,8 +77,8 @@ def rank_memory(plan: Plan, costs: CostModel) -> tuple[MemoryItems, ...]:
             _Part(t.layers, t.weights, t.shard_of(rank), flow_of(plan, t, flying[i]), others[t.layers, t.weights])
             for i, t in zip(indices, tiles, strict=True)
         )
-        moments: Sequence[Moment] = [(0, (parts[0].flow.in_flight,))]
-        if schedule is not None and len(parts) > 1:
+        moments: Sequence[Moment] = [Moment(0, (parts[0].flow.in_flight,), (0,))]
+        if schedule is not None and (splits or len(parts) > 1):
             moments = _moments(schedule, rank, indices)
         # ranks that do the same need the same; large plans have few different ones
         key = (parts, tuple(moments))
@@ -79,20 +89,34 @@ def rank_memory(plan: Plan, costs: CostModel) -> tuple[MemoryItems, ...]:
 
 
 def _moments(schedule: Schedule, rank: int, indices: Sequence[int]) -> list[Moment]:
-    """What happens on a rank with several tiles, each once."""
+    """What happens on a rank, each once, without the gradients of weights, which only give memory back."""
     places = {tile: place for place, tile in enumerate(indices)}
-    flying = [0] * len(indices)
+    flying, waiting = [0] * len(indices), [0] * len(indices)
     found: dict[Moment, None] = {}
     for action in schedule.actions_of(rank):
         place = places[action.tile]
         flying[place] += action.op is Op.FORWARD
-        found[place, tuple(flying)] = None
-        flying[place] -= action.op is Op.BACKWARD
+        waiting[place] -= action.op is Op.WEIGHT
+        if action.op is not Op.WEIGHT:
+            found[Moment(place, tuple(flying), tuple(waiting), action.op is Op.INPUT)] = None
+        flying[place] -= action.op.gives_back
+        waiting[place] += action.op is Op.INPUT
     return list(found)
 
 
-Moment = tuple[int, tuple[int, ...]]
-"""Which of a rank's tiles is at work, and the micro-batches in flight on each."""
+class Moment(NamedTuple):
+    """What a rank is at."""
+
+    at_work: int
+    """Which of its tiles."""
+    flying: tuple[int, ...]
+    """Micro-batches in flight on each tile, that at work included."""
+    waiting: tuple[int, ...]
+    """Micro-batches on each tile whose weights' gradients wait."""
+    splits: bool = False
+    """Whether the one at work will wait as well."""
+
+
 Sort = tuple[Interval, tuple[int, ...]]
 """Layers and weights of a tile."""
 
@@ -124,23 +148,29 @@ def _others(plan: Plan, model: ModelSpec) -> dict[Sort, tuple[Sort, ...]]:
     }
 
 
-def _one_rank(parts: Sequence[_Part], moments: Sequence[tuple[int, tuple[int, ...]]], costs: CostModel) -> MemoryItems:
+def _one_rank(parts: Sequence[_Part], moments: Sequence[Moment], costs: CostModel) -> MemoryItems:
     shards = [costs.tile(p.weights).shards[p.shard] for p in parts]
     items = _items(shards[0].state(*parts[0].layers)) if len(parts) == 1 else _state(parts, costs)
     held = [s.footprints.held(*p.layers, p.flow.samples) for p, s in zip(parts, shards, strict=True)]
     waiting = [s.footprints.buffers(*p.layers, p.flow) for p, s in zip(parts, shards, strict=True)]
-    peak, flying = -inf, moments[0][1]
-    for at_work, counts in moments:
+    kept = [s.footprints.waiting(*p.layers, p.flow.samples) for p, s in zip(parts, shards, strict=True)]
+    peak, flying, still = -inf, moments[0].flying, moments[0].waiting
+    for at_work, counts, put_off, splits in moments:
         part, shard = parts[at_work], shards[at_work]
         state = shard.state(*part.layers)
         flow = part.flow._replace(in_flight=counts[at_work])
-        above = shard.moment(*part.layers, flow, state) - held[at_work] * counts[at_work] - state.gradients
+        most = shard.moment(*part.layers, flow, state) - state.gradients
+        if splits:
+            most = shard.split_moment(*part.layers, flow)
+        above = most - held[at_work] * counts[at_work]
         # while one tile is at work, the others hold what they have in flight, and what waits for them
         total = sum(h * c for h, c in zip(held, counts, strict=True)) + above + sum(waiting) - waiting[at_work]
+        total += sum(k * c for k, c in zip(kept, put_off, strict=True))
         if total > peak:
-            peak, flying = total, counts
+            peak, flying, still = total, counts, put_off
     peak = max(peak, *(s.optimizer_peak(*p.layers, items.gradients) for p, s in zip(parts, shards, strict=True)))
     activations = sum(h * c for h, c in zip(held, flying, strict=True))
+    activations += sum(k * c for k, c in zip(kept, still, strict=True))
     casts = sum(s.footprints.casts(*p.layers) * c for p, s, c in zip(parts, shards, flying, strict=True))
     temporary = peak - activations - sum(waiting)
     return replace(

@@ -15,6 +15,16 @@ class Op(StrEnum):
 
     FORWARD = "F"
     BACKWARD = "B"
+    """The gradients of inputs and weights."""
+    INPUT = "I"
+    """A backward pass without those gradients of weights that can wait."""
+    WEIGHT = "W"
+    """The gradients of weights that an `I` has left."""
+
+    @property
+    def gives_back(self) -> bool:
+        """Whether the tiles before wait for what it computes."""
+        return self in (Op.BACKWARD, Op.INPUT)
 
 
 @dataclass(frozen=True, order=True)
@@ -30,15 +40,16 @@ class Action:
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        match = re.fullmatch(r"(\d+)([FB])(\d+)", text, re.ASCII)
+        match = re.fullmatch(r"(\d+)([FBIW])(\d+)", text, re.ASCII)
         if match is None:
-            raise PlanError(f"{text!r} is not an action: write tile, F or B, micro-batch, such as 2F0")
+            raise PlanError(f"{text!r} is not an action: write tile, F, B, I or W, micro-batch, such as 2F0")
         return cls(int(match[1]), Op(match[2]), int(match[3]))
 
 
 @dataclass(frozen=True, order=True)
 class Message:
-    """What crosses a bridge: activations to the tile after it (FORWARD), gradients to the one before (BACKWARD)."""
+    """What crosses a bridge: activations to the tile after it (FORWARD), gradients to the one before (BACKWARD,
+    or INPUT where the schedule splits backwards)."""
 
     source_tile: int
     """The tile whose action makes the message."""

@@ -127,8 +127,9 @@ class _Replay:
     def _lack(self, rank: int, compute: Compute) -> str:
         """What the compute misses on this rank itself."""
         action = compute.action
-        if action.op is Op.BACKWARD and (rank, Action(action.tile, Op.FORWARD, action.micro_batch)) not in self._done:
-            return ", whose forward has not run"
+        first = Op.INPUT if action.op is Op.WEIGHT else Op.FORWARD
+        if action.op is not first and (rank, Action(action.tile, first, action.micro_batch)) not in self._done:
+            return ", whose forward has not run" if first is Op.FORWARD else f", whose {first} has not run"
         for message in compute.inputs:
             if message.is_local and (rank, message.producer) not in self._done:
                 return f" for {message.producer}, which has not run"

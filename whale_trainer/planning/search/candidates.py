@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from whale_trainer.cluster import Cluster
 from whale_trainer.planning.costs.cost_model import CostModel
 from whale_trainer.planning.costs.memory import flow_of, in_flight, rank_memory, usable_bytes
-from whale_trainer.planning.plan import Plan, PlannedDevice, Shard, Tile
+from whale_trainer.planning.plan import SPLIT_SCHEDULES, Plan, PlannedDevice, Shard, Tile
 from whale_trainer.planning.shares import Interval
 from whale_trainer.planning.simulation.plan_times import PlanTimes
 from whale_trainer.planning.simulation.simulate import Simulation, simulate
@@ -71,6 +71,10 @@ class Weigher:
 
     def plan(self, tiles: Sequence[Tile], micro_batches: int, schedule: str) -> Plan:
         """The plan, with ranks counted over the devices in use, in the order of the cluster."""
+        plan = self._plan(tiles, micro_batches, schedule)
+        return replace(plan, lengths=PlanTimes(plan, self.times).lengths()) if schedule == "fitted" else plan
+
+    def _plan(self, tiles: Sequence[Tile], micro_batches: int, schedule: str) -> Plan:
         devices = self.cluster.devices
         used = sorted({index for tile in tiles for index in tile.ranks})
         rank_of = {index: rank for rank, index in enumerate(used)}
@@ -89,6 +93,9 @@ class Weigher:
 
     def fits(self, plan: Plan, tiles: Sequence[Tile]) -> bool:
         """Whether every rank's tiles fit."""
+        if plan.schedule in SPLIT_SCHEDULES:
+            usable = [self._usable[index] for index in sorted({i for t in tiles for i in t.ranks})]
+            return all(i.total <= room for i, room in zip(rank_memory(plan, self.costs), usable, strict=True))
         needed: dict[int, float] = {}
         # an upper bound first: what several tiles of a rank share counts for each, and where tiles are cut in several
         # ways, or share key and value heads, all of them may sum their gradients over copies

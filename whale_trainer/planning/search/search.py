@@ -158,7 +158,8 @@ def _search_few(space: SearchSpace, known: Sequence[Candidate] | dict[Candidate,
     best_s = min((c.step_s for c in known), default=inf)
     variants = []
     promising = {c.micro_batches for c in sorted(known, key=lambda c: c.rank_key)[:MOST_COUNTS]}
-    for micro_batches, schedule in space.variants:
+    # the bounds of that search are those of whole backward passes
+    for micro_batches, schedule in (v for v in space.variants if v[1] in ("1f1b", "gpipe")):
         counts = [micro_batches] if micro_batches else sorted(promising or {1, 2, 4, 8})
         variants += [(m, schedule) for m in counts if m <= space.weigher.global_batch]
     found = search_small(space.weigher, variants, best_s, MOST_SMALL_SIMULATIONS, space.most_shards)

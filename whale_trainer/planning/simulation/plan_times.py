@@ -9,11 +9,18 @@ from itertools import accumulate, pairwise
 
 from whale_trainer.cluster import Device
 from whale_trainer.planning.pieces import BUCKET_BYTES, FIRST_BUCKET_BYTES
-from whale_trainer.planning.plan import Plan
+from whale_trainer.planning.plan import Lengths, Plan
 from whale_trainer.planning.schedule.actions import Op
 from whale_trainer.planning.schedule.schedule import Bridge, pair_ranks
 from whale_trainer.planning.simulation.simulate import Crossing, GradientSum, parts_of
 from whale_trainer.planning.simulation.times import Seconds, TimeModel
+
+LONGEST = 1000
+"""Units of the longest action that `fitted` is made for."""
+
+
+def _units(seconds: float, unit_s: float) -> int:
+    return max(1, round(seconds / unit_s))
 
 
 class PlanTimes:
@@ -40,6 +47,23 @@ class PlanTimes:
         times = self.model.group(self._group(tile), part.weights, samples)
         start, stop = part.layers
         return float(times.forward[stop] - times.forward[start]), float(times.backward[stop] - times.backward[start])
+
+    def weight_part(self, tile: int) -> float:
+        part = self.plan.tiles[tile]
+        times = self.model.group(self._group(tile), part.weights, len(part.samples))
+        start, stop = part.layers
+        whole = float(times.backward[stop] - times.backward[start])
+        return float(times.weights[stop] - times.weights[start]) / whole if whole else 0.5
+
+    def lengths(self) -> tuple[Lengths, ...]:
+        """Lengths of the tiles' actions in whole units, of which the longest has `LONGEST`."""
+        seconds = []
+        for index, tile in enumerate(self.plan.tiles):
+            forward, backward = self.pass_s(index, len(tile.samples))
+            weights = backward * self.weight_part(index)
+            seconds.append((forward, backward - weights, weights))
+        unit = max(map(max, seconds)) / LONGEST or 1.0
+        return tuple((_units(f, unit), _units(i, unit), _units(w, unit)) for f, i, w in seconds)
 
     def backward_part(self, tile: int, layer: int) -> float:
         part = self.plan.tiles[tile]

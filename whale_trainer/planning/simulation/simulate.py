@@ -16,9 +16,10 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Protocol
 
-from whale_trainer.planning.plan import Plan
+from whale_trainer.planning.plan import SPLIT_SCHEDULES, Lengths, Plan
 from whale_trainer.planning.schedule.actions import Action, Op
-from whale_trainer.planning.schedule.schedule import Bridge, bridges_between, order_of
+from whale_trainer.planning.schedule.bridges import Bridge, bridges_between, joined
+from whale_trainer.planning.schedule.orders import order_of
 from whale_trainer.planning.simulation.timeline import Activity, Span, Timeline
 
 
@@ -51,6 +52,11 @@ class Times(Protocol):
 
     def pass_s(self, tile: int, samples: int) -> tuple[float, float]:
         """(forward, backward) of a tile for `samples` samples, its collectives included."""
+        ...
+
+    def weight_part(self, tile: int) -> float:
+        """The part of a tile's backward pass, from 0 to 1, that is gradients of weights which can wait; asked for where
+        the schedule splits backward passes."""
         ...
 
     def backward_part(self, tile: int, layer: int) -> float:
@@ -97,6 +103,10 @@ class Played:
     last: dict[int, int] = field(default_factory=dict)
     """By tile of the part, its last action."""
 
+    def last_pass(self, tile: int) -> tuple[float, float]:
+        """(start, stop) of the action that leaves the tile's gradients whole."""
+        return self.starts[self.last[tile]], self.stops[self.last[tile]]
+
 
 @dataclass(frozen=True, eq=False)
 class Program:
@@ -104,6 +114,8 @@ class Program:
 
     actions: tuple[Action, ...]
     """With tiles counted within the part."""
+    ops: tuple[int, ...]
+    """Of each action, the place of its op among all."""
     lanes: tuple[tuple[int, ...], ...]
     """For each tile, the sets of ranks that it occupies, by number."""
     num_lanes: int
@@ -119,10 +131,12 @@ def compiled(
     bridges: tuple[Bridge, ...],
     counts: tuple[int, ...],
     schedule: str,
+    lengths: tuple[Lengths, ...] = (),
 ) -> Program:
     """The program of a part; `ranks` and `counts` by tile. Structure only, so that many plans share it."""
-    actions = tuple(order_of(ranks, bridges, counts, schedule))
-    place = {(action.tile, action.op is Op.FORWARD, action.micro_batch): i for i, action in enumerate(actions)}
+    actions = tuple(order_of(ranks, bridges, counts, schedule, lengths))
+    place = {action: i for i, action in enumerate(actions)}
+    back = Op.INPUT if schedule in SPLIT_SCHEDULES else Op.BACKWARD
     holders: dict[int, tuple[int, ...]] = {}
     for tile, members in enumerate(ranks):
         for rank in members:
@@ -134,23 +148,30 @@ def compiled(
     for index, bridge in enumerate(bridges):
         for op, source, target in (
             (Op.FORWARD, bridge.before, bridge.after),
-            (Op.BACKWARD, bridge.after, bridge.before),
+            (back, bridge.after, bridge.before),
         ):
             number = crossings.setdefault((index, op), len(crossings))
-            is_forward = op is Op.FORWARD
             for micro_batch in range(min(counts[source], counts[target])):
-                producer = place[source, is_forward, micro_batch]
-                outputs[producer].append((number, place[target, is_forward, micro_batch]))
-    return Program(actions, lanes, len(numbers), tuple(map(tuple, outputs)), tuple(crossings))
+                producer = place[Action(source, op, micro_batch)]
+                outputs[producer].append((number, place[Action(target, op, micro_batch)]))
+    numbered = {op: i for i, op in enumerate(Op)}
+    return Program(
+        actions,
+        tuple(numbered[a.op] for a in actions),
+        lanes,
+        len(numbers),
+        tuple(map(tuple, outputs)),
+        tuple(crossings),
+    )
 
 
 def play(
     program: Program,
-    durations: Sequence[tuple[float, float]],
+    durations: Sequence[Sequence[float]],
     crossings: Sequence[Crossing | None],
     engine: Engine = OURS,
 ) -> Played:
-    """Run a part: `durations` are (forward, backward) by tile, `crossings` as in `program.crossings`."""
+    """Run a part: `durations` by tile and op, `crossings` as in `program.crossings`."""
     free = [0.0] * program.num_lanes
     arrived = [0.0] * len(program.actions)
     owed: list[list[float]] = [[] for _ in program.actions] if engine.blocking else []
@@ -165,7 +186,7 @@ def play(
                 start = free[lane]
         if engine.blocking:
             start += sum(owed[index])
-        stop = start + durations[action.tile][action.op is Op.BACKWARD]
+        stop = start + durations[action.tile][program.ops[index]]
         starts.append(start)
         stops.append(stop)
         busy_until = stop
@@ -265,8 +286,9 @@ def _part_spans(plan: Plan, alike: Alike, tiles: tuple[int, ...]) -> list[Span]:
     spans = []
     for action, start, stop in zip(played.program.actions, played.starts, played.stops, strict=True):
         label = str(Action(tiles[action.tile], action.op, action.micro_batch))
-        activity = Activity.FORWARD if action.op is Op.FORWARD else Activity.BACKWARD
-        spans += [Span(rank, activity, label, start, stop) for rank in plan.tiles[tiles[action.tile]].ranks]
+        spans += [
+            Span(rank, ACTIVITIES[action.op], label, start, stop) for rank in plan.tiles[tiles[action.tile]].ranks
+        ]
     for number, producer, start, stop in played.transfers:
         index, op = played.program.crossings[number]
         bridge = alike.bridges[index]
@@ -290,8 +312,9 @@ def simulate(plan: Plan, times: Times, *, engine: Engine = OURS) -> Simulation:
         numbers: dict[int, int] = {}
         ranks = tuple(tuple(numbers.setdefault(r, len(numbers)) for r in plan.tiles[t].ranks) for t in tiles)
         counts = tuple(rows[t][0] for t in tiles)
-        program = compiled(ranks, inner, counts, plan.schedule)
-        durations = tuple(times.pass_s(t, rows[t][1]) for t in tiles)
+        lengths = tuple(plan.lengths[t] for t in tiles) if plan.lengths else ()
+        program = compiled(ranks, inner, counts, plan.schedule, lengths)
+        durations = tuple(_seconds(plan, times, t, rows[t][1]) for t in tiles)
         crossings = []
         names: dict[Hashable, int] = {}
         for index, op in program.crossings:
@@ -299,7 +322,7 @@ def simulate(plan: Plan, times: Times, *, engine: Engine = OURS) -> Simulation:
             shared = len(plan.tiles[bridge.before].samples.intersect(plan.tiles[bridge.after].samples))
             crossings.append(_numbered(times.crossing(bridge, op, shared), names))
         layers = tuple(plan.tiles[t].layers for t in tiles)
-        key = (layers, ranks, inner, counts, durations, tuple(crossings))
+        key = (layers, ranks, inner, counts, lengths, durations, tuple(crossings))
         if key not in alike:
             alike[key] = Alike(play(program, durations, crossings, engine), crossings, inner)
         alike[key].members.append(tiles)
@@ -307,14 +330,28 @@ def simulate(plan: Plan, times: Times, *, engine: Engine = OURS) -> Simulation:
     ends = {}
     for part in parts:
         for local_tile, tile in enumerate(part.members[0]):
-            at = part.played.last[local_tile]
-            ends[tile] = (part.played.starts[at], part.played.stops[at])
+            ends[tile] = part.played.last_pass(local_tile)
     sums, after = _play_sums(plan, times, ends)
     # the global count of samples and the norm of all gradients are known only when the last rank has its sums
     met = max(after.values())
     optimizer = {tile: (met, times.optimizer_s(tile)) for tile in ends}
     step_s = met + max(seconds for _, seconds in optimizer.values())
     return Simulation(plan, step_s, parts, sums, optimizer)
+
+
+ACTIVITIES = {
+    Op.FORWARD: Activity.FORWARD,
+    Op.BACKWARD: Activity.BACKWARD,
+    Op.INPUT: Activity.INPUT,
+    Op.WEIGHT: Activity.WEIGHT,
+}
+
+
+def _seconds(plan: Plan, times: Times, tile: int, samples: int) -> tuple[float, float, float, float]:
+    """What a tile takes for each op, in their order."""
+    forward, backward = times.pass_s(tile, samples)
+    weights = backward * times.weight_part(tile) if plan.schedule in SPLIT_SCHEDULES else 0.0
+    return forward, backward, backward - weights, weights
 
 
 def _numbered(crossing: Crossing | None, names: dict[Hashable, int]) -> Crossing | None:
@@ -335,27 +372,12 @@ def _row_counts(plan: Plan) -> list[tuple[int, int]]:
 def parts_of(plan: Plan) -> list[tuple[tuple[int, ...], tuple[Bridge, ...]]]:
     """The tiles that bridges and common ranks join, ascending, each part with its bridges."""
     bridges = bridges_between(plan.tiles)
-    parent = list(range(len(plan.tiles)))
-
-    def root(tile: int) -> int:
-        while parent[tile] != tile:
-            parent[tile] = parent[parent[tile]]
-            tile = parent[tile]
-        return tile
-
-    first_of: dict[int, int] = {}
-    for index, tile in enumerate(plan.tiles):
-        for rank in tile.ranks:
-            parent[root(index)] = root(first_of.setdefault(rank, index))
+    parts = joined([tile.ranks for tile in plan.tiles], bridges)
+    part_of = {tile: number for number, members in enumerate(parts) for tile in members}
+    inside: list[list[Bridge]] = [[] for _ in parts]
     for bridge in bridges:
-        parent[root(bridge.before)] = root(bridge.after)
-    tiles: dict[int, list[int]] = defaultdict(list)
-    for index in range(len(plan.tiles)):
-        tiles[root(index)].append(index)
-    inside: dict[int, list[Bridge]] = defaultdict(list)
-    for bridge in bridges:
-        inside[root(bridge.before)].append(bridge)
-    return [(tuple(members), tuple(inside[key])) for key, members in tiles.items()]
+        inside[part_of[bridge.before]].append(bridge)
+    return list(zip(parts, map(tuple, inside), strict=True))
 
 
 def _play_sums(

@@ -11,6 +11,9 @@ class Activity(StrEnum):
 
     FORWARD = "forward"
     BACKWARD = "backward"
+    INPUT = "backward of inputs"
+    """Where a schedule splits backward passes."""
+    WEIGHT = "backward of weights"
     TRANSFER = "transfer"
     """Activations or gradients on their way to another rank; told on the rank that sends."""
     SUM = "gradient sum"

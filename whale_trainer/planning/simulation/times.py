@@ -53,6 +53,8 @@ class StageTimes:
 
     forward: Seconds
     backward: Seconds
+    weights: Seconds
+    """The part of `backward` that is gradients of weights which can wait."""
 
     @cached_property
     def both(self) -> Seconds:
@@ -119,7 +121,19 @@ class TimeModel:
         products_s = np.maximum(flops / kind.speed(self.costs.precision.dtype), self._weights * parts / bandwidth)
         traffic_s = self._moved * samples * (UNCUT_TRAFFIC + (1 - UNCUT_TRAFFIC) * parts) / bandwidth
         forward = products_s + traffic_s + self._kernels_s
-        return StageTimes(forward, BACKWARD_FACTOR * forward)
+        return StageTimes(
+            forward, BACKWARD_FACTOR * forward, np.where(self._linear < 0, forward, self._linear * products_s)
+        )
+
+    @cached_property
+    def _linear(self) -> Seconds:
+        """Part of each layer's products that is of linear layers, whose weights' gradients can wait; each takes as long
+        as the product itself. Below 0 where it is not known, and half of the backward pass is taken."""
+        parts = [
+            -1.0 if layer.linear_flops is None else layer.linear_flops / max(1.0, layer.forward_flops)
+            for layer in self.costs.model.layers
+        ]
+        return np.array(parts)
 
     def _profiled(self, kind: DeviceKind, samples: float, weights: tuple[int, ...], shard: int) -> StageTimes | None:
         if self.profile is None:
@@ -131,7 +145,10 @@ class TimeModel:
         known = [f for f in found if f is not None]
         if len(known) < len(found):
             return None
-        return StageTimes(np.array([f for f, _ in known]), np.array([b for _, b in known]))
+        guess = self._roofline(kind, samples, weights, shard)
+        backward = np.array([b for _, b in known])
+        parts = np.divide(guess.weights, guess.backward, out=np.full_like(backward, 0.5), where=guess.backward > 0)
+        return StageTimes(np.array([f for f, _ in known]), backward, backward * parts)
 
     def group(self, devices: Sequence[Device], weights: tuple[int, ...], samples: float) -> StageTimes:
         """Prefix sums for a tile of `samples` on a tensor group; its shards wait for each other in every layer."""
@@ -141,11 +158,12 @@ class TimeModel:
             shards = {(d.kind.name, i): self.shard(d.kind, samples, weights, i) for i, d in enumerate(devices)}
             forward = np.maximum.reduce([s.forward for s in shards.values()])
             backward = np.maximum.reduce([s.backward for s in shards.values()])
+            waiting = np.maximum.reduce([s.weights for s in shards.values()])
             if len(devices) > 1:
                 latency_s, per_byte_s = self.sum_costs(devices)
                 sums_s = self._num_sums * (latency_s + per_byte_s * self._sum_bytes * samples)
                 forward, backward = forward + sums_s, backward + sums_s
-            self._stages[key] = StageTimes(_prefix(forward), _prefix(backward))
+            self._stages[key] = StageTimes(_prefix(forward), _prefix(backward), _prefix(waiting))
         return self._stages[key]
 
     def _place(self, devices: Sequence[Device]) -> object:
