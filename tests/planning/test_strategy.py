@@ -74,7 +74,7 @@ def test_defaults() -> None:
         (
             {"default": {"layers": "x"}},
             "strategy.default.layers",
-            "unknown key; allowed: replicate, split, stages, devices",
+            "unknown key; allowed: replicate, split, stages, chunks, placement, devices",
         ),
         (
             {"default": {"replicate": "all"}},

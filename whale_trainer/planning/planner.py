@@ -132,8 +132,11 @@ def _decide(job: Job) -> _Decision:
         found = from_scopes(job)
         best = found[0]
         if job.strategy.balance == "hardware":
-            best = replace(best, candidate=_improved(job, best.candidate))
-        return _Decision(best, tuple(f.candidate for f in found[1:]))
+            # of each schedule the best is improved, so that leaving it open is never worse than naming one
+            first = {f.candidate.schedule: f for f in reversed(found)}.values()
+            improved = [replace(f, candidate=_improved(job, f.candidate)) for f in first]
+            best = min(improved, key=lambda f: f.candidate.rank_key)
+        return _Decision(best, tuple(f.candidate for f in found if f.candidate != best.candidate))
     check_dtype(job.costs.precision, job.cluster.devices)
     if job.strategy.balance != "hardware":
         found = _from_presets(job)

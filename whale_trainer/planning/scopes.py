@@ -131,6 +131,16 @@ def _check(section: Section, sections: tuple[Section, ...], model: ModelSpec) ->
             f"{stages} stages, but the scope has {counted(len(names), 'layer')} ({listing(names)}): at most {most}"
         )
         problems.append(Problem(f"{section.path}.stages", message))
+    chunks = degrees.chunks or 1
+    if chunks > 1 and stages == 1 and degrees.stages != "auto":
+        message = f"{chunks} chunks of one stage would all be on the same devices: give stages, or leave chunks out"
+        problems.append(Problem(f"{section.path}.chunks", message))
+    elif chunks > 1 and stages * chunks > len(names) >= stages:
+        message = (
+            f"{counted(chunks, 'chunk')} of {counted(stages, 'stage')} need {stages * chunks} layers, but the scope "
+            f"has {len(names)} ({listing(names)}): at most {counted(len(names) // stages, 'chunk')}"
+        )
+        problems.append(Problem(f"{section.path}.chunks", message))
     return problems + _check_split(section, split, model)
 
 

@@ -47,6 +47,10 @@ class Degrees(_Section):
     replicate: Degree = None
     split: Degree = None
     stages: Degree = None
+    chunks: int | None = Field(default=None, ge=1, le=64, description="parts of each stage's layers, from 1 to 64")
+    """How often a pipeline goes over the same devices; not given: 2 with `schedule: interleaved`, else 1."""
+    placement: Literal["loop", "v"] = "loop"
+    """Where chunks go: over the devices in turns, or back and forth, so that the first device also has the end."""
     devices: Words | None = Field(default=None, description="a list of device kinds or node names")
 
     @property
@@ -60,6 +64,10 @@ class Scope(Degrees):
     name: str | None = Field(default=None, description="a name for messages")
     layers: Words = Field(description="a pattern of layer names such as 'blocks.*', or a list of them")
     colocate: bool = Field(default=False, description="true to share the devices of the scope before (or of default)")
+
+
+SCHEDULES_TO_TRY = ("1f1b", "gpipe", "interleaved", "zero_bubble", "fitted")
+"""What `schedule: auto` stands for."""
 
 
 class StrategySpec(_Section):
@@ -92,7 +100,7 @@ class StrategySpec(_Section):
     @property
     def variants(self) -> tuple[tuple[int | None, str], ...]:
         """(micro-batches, schedule) that the strategy leaves open; None for any number of micro-batches."""
-        schedules = ("1f1b", "gpipe") if self.schedule == "auto" else (self.schedule,)
+        schedules = SCHEDULES_TO_TRY if self.schedule == "auto" else (self.schedule,)
         return tuple((None if self.micro_batches == "auto" else self.micro_batches, s) for s in schedules)
 
 

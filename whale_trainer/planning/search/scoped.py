@@ -13,6 +13,7 @@ from whale_trainer.planning.precision import check_dtype
 from whale_trainer.planning.scopes import DEFAULT, Section, fixed, sections_of
 from whale_trainer.planning.search.allocation import Claim, degree_choices, hand_out
 from whale_trainer.planning.search.candidates import Candidate
+from whale_trainer.planning.search.chunks import in_chunks
 from whale_trainer.planning.search.groups import form_groups
 from whale_trainer.planning.search.job import Job
 from whale_trainer.planning.search.replicas import Layout, Setting, Stage, best_layout
@@ -86,12 +87,23 @@ def _layouts(job: Job) -> list[Found]:
         layouts = _lay_out(job, sections, devices, choice, with_limits=True)
         if layouts is None:
             continue
+        layouts = [(section, _in_chunks(job, section, layout)) for section, layout in layouts]
         used = _devices_of(layouts)
         check_dtype(job.costs.precision, used)
         candidate = job.weigher.weigh(_tiles(layouts), job.micro_batches, job.strategy.schedule)
         if candidate is not None:
             found.append(Found(candidate, tuple(_notes(job, layouts, used))))
     return found
+
+
+def _in_chunks(job: Job, section: Section, layout: Layout) -> Layout:
+    """The layout with as many chunks as the scope wants; where it leaves them open, as many as there are layers for."""
+    degrees = section.degrees
+    most = len(section.layers) // layout.num_stages
+    wanted = degrees.chunks or (2 if job.strategy.schedule == "interleaved" else 1)
+    if layout.num_stages == 1:
+        return layout
+    return in_chunks(layout, min(wanted, most), degrees.placement, job.seconds)
 
 
 def _over_full(job: Job) -> PlanError:
@@ -236,7 +248,8 @@ def _notes(job: Job, layouts: Sequence[tuple[Section, Layout]], devices: Sequenc
             nodes = ", ".join(group.nodes)
             notes.append(f"A tensor group of {len(group.devices)} spans the nodes {nodes}: its sums cross the network.")
         split = len(layout.replicas[0][0].group.devices)
-        taken = {"replicate": len(layout.replicas), "stages": layout.num_stages, "split": split}
+        groups = len({stage.group.first for stage in layout.replicas[0]})
+        taken = {"replicate": len(layout.replicas), "stages": groups, "split": split}
         chosen = [f"{key} {value}" for key, value in taken.items() if getattr(section.degrees, key) == "auto"]
         if chosen:
             notes.append(f"{section.path}: auto became {', '.join(chosen)}.")

@@ -151,6 +151,8 @@ def search(space: SearchSpace) -> list[Candidate]:
             other = weigher.weigh(start.tiles, start.micro_batches, schedule)
             if other is not None:
                 found[other] = None
+                if other.step_s < start.step_s:
+                    found[improve(weigher, other, limits.moves)] = None
     return sorted(found, key=lambda c: c.rank_key)
 
 
