@@ -28,7 +28,7 @@ from whale_trainer.planning.search.search import Limits, SearchSpace, search
 from whale_trainer.planning.shares import Interval
 from whale_trainer.planning.simulation.bounds import bound_by, ideal_step_s
 from whale_trainer.planning.simulation.times import LayerProfile, TimeModel
-from whale_trainer.planning.strategy import PRESETS, Degrees, StrategySpec, load_strategy
+from whale_trainer.planning.strategy import PRESETS, SCHEDULES_TO_TRY, Degrees, StrategySpec, load_strategy
 from whale_trainer.validation import counted
 
 BASE_PRESETS = ("replicate", "hybrid", "pipeline", "split", "single")
@@ -86,6 +86,10 @@ def answer(
         for other in base.values():
             if other is not None and other.step_s < best.candidate.step_s * (1 - 1e-9):
                 best = replace(best, candidate=_improved(job, other))
+        for other in _base_lines_by_schedule(job, decision):
+            candidate = _improved(job, other)
+            if candidate.step_s < best.candidate.step_s * (1 - 1e-9):
+                best = replace(best, candidate=candidate)
     plan, memory = _settle(job, best)
     simulation = job.weigher.simulation(plan)
     timeline = replace(simulation.timeline(), bound_by=bound_by(simulation))
@@ -224,6 +228,17 @@ def _base_line(job: Job, balance: str, decision: _Decision) -> Candidate | None:
         return _decide(other).best.candidate
     except (ConfigError, PlanError):
         return None
+
+
+def _base_lines_by_schedule(job: Job, decision: _Decision) -> Iterator[Candidate]:
+    """The base lines of each schedule, where the strategy leaves it open: naming one would go on from its own."""
+    if job.strategy.schedule == "auto" and not job.strategy.is_auto:
+        for schedule in SCHEDULES_TO_TRY:
+            named = replace(job, strategy=job.strategy.model_copy(update={"schedule": schedule}))
+            for balance in ("even", "whale"):
+                candidate = _base_line(named, balance, decision)
+                if candidate is not None:
+                    yield candidate
 
 
 def _alternatives(job: Job, decision: _Decision) -> tuple[Alternative, ...]:
