@@ -93,10 +93,25 @@ def measure(
     ours: Body, theirs: Body, *, world_size: int, pairs: int, block: int, warm_up_blocks: int = 2
 ) -> Measurement:
     """Run both jobs in turns. Every second pair begins with the other job."""
+    jobs = [(ours, world_size), (theirs, world_size)]
+    found = measure_jobs(jobs, pairs=pairs, block=block, warm_up_blocks=warm_up_blocks)
+    return Measurement(block, tuple(zip(*found.wall, strict=True)), tuple(zip(*found.cpu, strict=True)))
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Seconds of every block by job: wall (of the slowest rank), CPU (of all ranks)."""
+
+    wall: tuple[tuple[float, ...], ...]
+    cpu: tuple[tuple[float, ...], ...]
+
+
+def measure_jobs(bodies: Sequence[tuple[Body, int]], *, pairs: int, block: int, warm_up_blocks: int = 6) -> Blocks:
+    """Run jobs, each with its number of ranks, in turns. Every second round goes the other way."""
     context = multiprocessing.get_context("spawn")
     jobs: list[list[Connection]] = []
     processes = []
-    for body in (ours, theirs):
+    for body, world_size in bodies:
         port = free_port()
         ends = []
         for rank in range(world_size):
@@ -109,13 +124,16 @@ def measure(
         jobs.append(ends)
     try:
         for _ in range(warm_up_blocks):
-            _turn(jobs[0]), _turn(jobs[1])
-        wall, cpu = [], []
+            for job in jobs:
+                _turn(job)
+        wall: list[list[float]] = [[] for _ in jobs]
+        cpu: list[list[float]] = [[] for _ in jobs]
         for pair in range(pairs):
-            order = (0, 1) if pair % 2 == 0 else (1, 0)
-            found = {job: _turn(jobs[job]) for job in order}
-            wall.append((found[0][0], found[1][0]))
-            cpu.append((found[0][1], found[1][1]))
+            order = range(len(jobs)) if pair % 2 == 0 else reversed(range(len(jobs)))
+            for job_index in order:
+                wall_s, cpu_s = _turn(jobs[job_index])
+                wall[job_index].append(wall_s)
+                cpu[job_index].append(cpu_s)
     finally:
         for end in (end for job in jobs for end in job):
             end.send("stop")
@@ -123,7 +141,7 @@ def measure(
             process.join(20)
             if process.is_alive():
                 process.kill()
-    return Measurement(block, tuple(wall), tuple(cpu))
+    return Blocks(tuple(map(tuple, wall)), tuple(map(tuple, cpu)))
 
 
 def _turn(job: list[Connection]) -> tuple[float, float]:

@@ -180,7 +180,7 @@ def calibrate_job(config: Config, folder: Path, overrides: list[str]) -> int:
     from whale_trainer.describe import describe
 
     batch = example_batch(config)
-    spec = describe(_meta_model(config), batch)
+    spec = describe(meta_model(config), batch)
     folder.mkdir(parents=True, exist_ok=True)
     found = calibrate(config, spec, batch, folder)
     if found.profile is None:
@@ -207,7 +207,7 @@ def with_emulated_profile(config: Config, folder: Path) -> Config:
     print(
         f"measuring the model's layers on a core for the emulated devices; cluster.profile={folder}/{PROFILE} skips it"
     )
-    found = calibrate(config, describe(_meta_model(config), batch), batch, folder)
+    found = calibrate(config, describe(meta_model(config), batch), batch, folder)
     if found.profile is None or found.code:
         raise PlanError(f"the emulated devices could not be calibrated (exit code {found.code}, reason above)")
     return config.model_copy(update={"profile": found.profile})
@@ -251,7 +251,7 @@ def make_plan_of(config: Config) -> Planned:
     cluster = load_cluster(found_cluster()) if config.cluster.is_auto else config.cluster
     precision = config.trainer.precision
     device_type = "cpu" if config.emulate else device_type_of(cluster)
-    model, batch = _meta_model(config), example_batch(config)
+    model, batch = meta_model(config), example_batch(config)
     spec = with_footprints(describe(model, batch), model, batch, precision=precision, device_type=device_type)
     if config.profile is not None:
         check_profile(config.profile, spec, precision)
@@ -274,7 +274,8 @@ def make_plan_of(config: Config) -> Planned:
     return Planned(config, found, spec, cluster, tuple(devices), note)
 
 
-def _meta_model(config: Config) -> Any:
+def meta_model(config: Config) -> Any:
+    """The config's model on the meta device."""
     from whale_trainer.describe import build_on_meta
 
     return build_on_meta(config.model.build)
