@@ -59,6 +59,10 @@ class EmulatedJob:
         counts = self._counts()
         return 1e6 * sum(c["overhead_s"] for c in counts) / max(1, sum(c["actions"] for c in counts))
 
+    def peak_memory_bytes(self) -> list[int]:
+        """Most bytes that each rank held at once in a step."""
+        return [int(c["peak_memory_bytes"]) for c in self._counts()]
+
     def _counts(self) -> list[dict[str, float]]:
         return [json.loads(path.read_text()) for path in sorted(self.folder.glob("counts*.json"))]
 
@@ -111,6 +115,7 @@ def _run_rank(
     from pytorch_lightning.loggers.logger import DummyLogger
 
     from whale_trainer.rank_info import RankInfo
+    from whale_trainer.runtime.meter import StepMeter
     from whale_trainer.strategy import WhaleStrategy
     from whale_trainer.trainer.parts import build_loaders, build_module
     from whale_trainer.trainer.record import RunRecord
@@ -121,14 +126,21 @@ def _run_rank(
             strategy = trainer.strategy
             assert isinstance(strategy, WhaleStrategy)
             pace: Any = strategy.pace
-            counts = {"actions": pace.num_actions, "late": pace.num_late, "overhead_s": pace.overhead_s}
+            counts = {
+                "actions": pace.num_actions,
+                "late": pace.num_late,
+                "overhead_s": pace.overhead_s,
+                "peak_memory_bytes": meter.peak,
+            }
             (folder / f"counts{rank}.json").write_text(json.dumps(counts))
             turns.step_done()
 
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
     quiet(rank)
     info = RankInfo(rank, world_size, rank, torch.device("cpu"))
-    record = RunRecord(folder, global_batch=config.global_batch)
+    device = plan.devices[rank]
+    meter = StepMeter(device.memory_bytes - device.framework_bytes, device.kind)
+    record = RunRecord(folder, global_batch=config.global_batch, meter=meter)
     trainer = build_trainer(config, replace(plan, model=spec), folder, info, logger=DummyLogger(), record=record)
     trainer.callbacks.append(TakeTurns())  # type: ignore[attr-defined]
     module = build_module(config, rank)
