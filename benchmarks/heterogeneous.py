@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from benchmarks.pairs import Ratio, measure_jobs, write_json
 
 BALANCES = ("hardware", "even", "whale")
 MODEL = ("model=gpt_mini", "model.width=96", "model.num_layers=8", "model.num_heads=6", "model.num_kv_heads=6")
+SHORT_MODEL = ("model=gpt_mini", "model.width=32", "model.num_layers=2", "model.num_heads=4", "model.num_kv_heads=4")
 NVLINK = {"name": "nvlink2", "bandwidth_gbit_per_s": 1200, "latency_us": 5}
 NETWORK = {"bandwidth_gbit_per_s": 100, "latency_us": 5}
 
@@ -83,6 +84,7 @@ class Case:
     global_batch: int
     least: float
     """What the measured gain shall be of the simulated one, at least."""
+    model: tuple[str, ...] = MODEL
 
 
 CASES = (
@@ -98,7 +100,7 @@ CASES = (
 
 def jobs_of(case: Case, folder: Path) -> dict[str, EmulatedJob]:
     """The plans of a case by balance, on one calibration."""
-    overrides = (*MODEL, *case.strategy, f"global_batch={case.global_batch}")
+    overrides = (*case.model, *case.strategy, f"global_batch={case.global_batch}")
     config = profiled(config_of(overrides, case.cluster), folder / "profile")
     return {
         balance: plan_job(with_strategy(config, (*overrides, f"strategy.balance={balance}")), folder / balance)
@@ -111,7 +113,9 @@ def run_case(case: Case, *, pairs: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="whale-benchmark-") as scratch:
         jobs = jobs_of(case, Path(scratch))
         distinct = {job.plan.fingerprint: job for job in jobs.values()}
-        found = measure_jobs([(job.body, job.plan.num_ranks) for job in distinct.values()], pairs=pairs, block=1)
+        found = measure_jobs(
+            [(job.body, job.plan.num_ranks) for job in distinct.values()], pairs=pairs, block=1, start_method="fork"
+        )
         step_s = {
             fingerprint: [wall / job.paces.stretch for wall in found.wall[i]]
             for i, (fingerprint, job) in enumerate(distinct.items())
@@ -179,11 +183,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=20)
     parser.add_argument("--case", help="only the cases whose name holds this")
-    parser.add_argument("--short", action="store_true", help="two pairs of the first case")
+    parser.add_argument("--short", action="store_true", help="two pairs of a small model in one case")
     arguments = parser.parse_args()
     cases = [case for case in CASES if (arguments.case or "") in case.name]
     if arguments.short:
-        cases = cases[:1]
+        cases = [replace(cases[0], model=SHORT_MODEL, global_batch=8)]
     console = Console(width=160)
     rows = []
     for case in cases:

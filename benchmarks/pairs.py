@@ -106,9 +106,19 @@ class Blocks:
     cpu: tuple[tuple[float, ...], ...]
 
 
-def measure_jobs(bodies: Sequence[tuple[Body, int]], *, pairs: int, block: int, warm_up_blocks: int = 6) -> Blocks:
-    """Run jobs, each with its number of ranks, in turns. Every second round goes the other way."""
-    context = multiprocessing.get_context("spawn")
+def measure_jobs(
+    bodies: Sequence[tuple[Body, int]],
+    *,
+    pairs: int,
+    block: int,
+    warm_up_blocks: int = 6,
+    start_method: str = "spawn",
+) -> Blocks:
+    """Run jobs, each with its number of ranks, in turns. Every second round goes the other way.
+
+    With `fork` ranks share what was imported; the caller must not have done any arithmetic with torch.
+    """
+    context: Any = multiprocessing.get_context(start_method)
     jobs: list[list[Connection]] = []
     processes = []
     for body, world_size in bodies:

@@ -12,7 +12,7 @@ import argparse
 import statistics
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.emulated import config_of, plan_job, profiled, with_strategy
-from benchmarks.heterogeneous import MODEL, NETWORK, NVLINK, ONE_NODE, THREE_KINDS, two_kinds
+from benchmarks.heterogeneous import MODEL, NETWORK, NVLINK, ONE_NODE, SHORT_MODEL, THREE_KINDS, two_kinds
 from benchmarks.pairs import measure_jobs, write_json
 
 PCIE = {"name": "pcie3", "bandwidth_gbit_per_s": 96, "latency_us": 10}
@@ -45,10 +45,11 @@ class Case:
     cluster: Mapping[str, Any]
     strategy: str
     global_batch: int = 32
+    model: tuple[str, ...] = MODEL
 
     @property
     def overrides(self) -> tuple[str, ...]:
-        return (*MODEL, *self.strategy.split(), f"global_batch={self.global_batch}")
+        return (*self.model, *self.strategy.split(), f"global_batch={self.global_batch}")
 
 
 CASES = (
@@ -77,7 +78,7 @@ CASES = (
 def run_case(case: Case, config: Any, folder: Path, *, steps: int) -> dict[str, Any]:
     """Plan, run and compare one plan; `config` holds the cluster's profile."""
     job = plan_job(with_strategy(config, case.overrides), folder)
-    found = measure_jobs([(job.body, job.plan.num_ranks)], pairs=steps, block=1)
+    found = measure_jobs([(job.body, job.plan.num_ranks)], pairs=steps, block=1, start_method="fork")
     step_s = statistics.median(found.wall[0]) / job.paces.stretch
     predicted_s = job.plan.predicted.step_s or 0.0
     peaks = job.peak_memory_bytes()
@@ -118,11 +119,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=9, help="steps after the warm-up, of which the median counts")
     parser.add_argument("--case", help="only the cases whose name holds this")
-    parser.add_argument("--short", action="store_true", help="two steps of the second case")
+    parser.add_argument("--short", action="store_true", help="two steps of a small model in one case")
     arguments = parser.parse_args()
     cases = [case for case in CASES if (arguments.case or "") in case.name]
     if arguments.short:
-        cases = cases[1:2]
+        cases = [replace(cases[1], model=SHORT_MODEL, global_batch=8)]
     console = Console(width=130)
     rows = []
     profiles: dict[str, Any] = {}
@@ -132,7 +133,7 @@ def main() -> None:
             key = repr(sorted(case.cluster.items()))
             config = config_of(case.overrides, case.cluster)
             if key not in profiles:
-                whole = config_of((*MODEL, f"global_batch={case.global_batch}", "strategy=replicate"), case.cluster)
+                whole = config_of((*case.overrides, "mode=calibrate"), case.cluster)
                 profiles[key] = profiled(whole, folder / "profile").profile
             config = config.model_copy(update={"profile": profiles[key]})
             rows.append(run_case(case, config, folder, steps=2 if arguments.short else arguments.steps))

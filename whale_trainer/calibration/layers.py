@@ -87,11 +87,16 @@ class LayerBench:
                 found.setdefault((number, repr(self._layers[index])), []).append(index)
         return sorted(found.values())
 
-    def trials(self, samples: Sequence[int], known: Container[str]) -> Iterator[tuple[str, Trial]]:
-        """Every trial by name, without those that are known already; to be made in this order, one after another."""
+    def trials(
+        self, samples: Sequence[int], known: Container[str], *, is_cut: bool = True
+    ) -> Iterator[tuple[str, Trial]]:
+        """Every trial by name, without those that are known already; to be made in this order, one after another.
+
+        Without `is_cut` only whole layers are measured.
+        """
         for group in self.groups:
             index, name = group[0], self._spec.layers[group[0]].name
-            for weights in parts_of(self._spec, index):
+            for weights in parts_of(self._spec, index) if is_cut else ((1,),):
                 shard = _Shard(self, index, weights)
                 for count in samples:
                     if trial_name(name, count, weights) not in known:

@@ -121,7 +121,8 @@ def _calibrate_emulated(config: Config, spec: ModelSpec, batch: Any, folder: Pat
     notes = [f"Emulated: {occasion.machine}'s core at the pace of each declared kind; links are the declared ones."]
     with tempfile.TemporaryDirectory(prefix="whale-calibrate-") as scratch:
         journal = Path(scratch, "core")
-        job = DeviceJob(config, batch, journal, samples, num_ranks=1, is_emulated=True)
+        is_cut = config.mode == "calibrate" or config.strategy.may_split
+        job = DeviceJob(config, batch, journal, samples, num_ranks=1, is_cut=is_cut, is_emulated=True)
         code = _measure(job, Present(CPU, "cpu"), spec, folder)
         found = Journal(journal).found
         if code and not (code == 1 and "layers" in found):

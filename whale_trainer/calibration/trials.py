@@ -56,6 +56,8 @@ class DeviceJob:
     """Sizes of micro-batches to measure, ascending."""
     num_ranks: int
     """Ranks that share the host's memory."""
+    is_cut: bool = True
+    """Measure parts of layers, too, as tensor groups have them."""
     is_emulated: bool = False
     """Measure one core for declared devices: processor time, at the core's usual speed."""
 
@@ -82,7 +84,7 @@ def measure_device(job: DeviceJob, plan: Plan, spec: ModelSpec, run_dir: Path, i
     for count in _counts(spec):
         attempt(journal, f"optimizer {count}", partial(_optimizer, bench, job.config, spec, count, device), device)
     journal.end("layers", {"groups": bench.groups})
-    for name, trial in bench.trials(job.samples, journal.found):
+    for name, trial in bench.trials(job.samples, journal.found, is_cut=job.is_cut):
         attempt(journal, name, trial, device)
 
 

@@ -98,6 +98,12 @@ class StrategySpec(_Section):
         return self.default is None and not self.scopes
 
     @property
+    def may_split(self) -> bool:
+        """True when tensor groups may come of it."""
+        degrees = (*self.scopes, *(() if self.default is None else (self.default,)))
+        return self.is_auto or any(each.split not in (None, 1) for each in degrees)
+
+    @property
     def variants(self) -> tuple[tuple[int | None, str], ...]:
         """(micro-batches, schedule) that the strategy leaves open; None for any number of micro-batches."""
         schedules = SCHEDULES_TO_TRY if self.schedule == "auto" else (self.schedule,)
