@@ -45,15 +45,24 @@ def save_by_ranks(path: Path, pieces: list[list[Piece]], shapes: dict[str, Any])
     """Each rank writes its pieces, all at once, as they would in processes of their own."""
     barrier = threading.Barrier(len(pieces), timeout=20)
     failures: list[BaseException] = []
+    given: list[Any] = [None] * len(pieces)
 
     def rank_main(rank: int) -> None:
+        def exchange(value: Any) -> list[Any]:
+            given[rank] = value
+            barrier.wait()
+            found = list(given)
+            barrier.wait()
+            return found
+
         try:
             state = {"global_step": 7} if rank == 0 else {}
-            write_checkpoint(path, state, pieces[rank], shapes, rank=rank, world_size=len(pieces), barrier=barrier.wait)
+            write_checkpoint(path, state, pieces[rank], shapes, rank=rank, world_size=len(pieces), exchange=exchange)
         except BaseException as error:
             if not isinstance(error, threading.BrokenBarrierError):
                 failures.append(error)
-            barrier.abort()
+            if not isinstance(error, CheckpointError):
+                barrier.abort()
 
     threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(len(pieces))]
     for thread in threads:
@@ -61,6 +70,8 @@ def save_by_ranks(path: Path, pieces: list[list[Piece]], shapes: dict[str, Any])
     for thread in threads:
         thread.join()
     if failures:
+        assert len({str(failure) for failure in failures}) == 1, "ranks disagree on why"
+        assert len(failures) == len(pieces), "a rank took the checkpoint for whole"
         raise failures[0]
 
 

@@ -151,14 +151,18 @@ class CheckpointReader:
         key: str = MODEL,
         dtype: torch.dtype | None = None,
         device: torch.device | str = "cpu",
+        out: Tensor | None = None,
     ) -> Tensor:
-        """The part `cut` of a tensor (the whole by default), put together from the parts that were saved."""
+        """The part `cut` of a tensor (the whole by default), put together from the parts that were saved.
+
+        Only what is wanted of each file is read, straight into the result, which is `out` where it is given.
+        """
         saved = self._entry(name, key)
         what = f"{self.path}: {key} {name}"
         wanted = box_of(saved["shape"], cut)
         if any(not Interval(0, size).contains(part) for size, part in zip(saved["shape"], wanted, strict=True)):
             raise CheckpointError(f"{what} has shape {saved['shape']}, which has no part {show_box(wanted)}")
-        result: Tensor | None = None
+        result = out
         filled = 0
         for piece in saved["pieces"]:
             box = tuple(Interval(*b) for b in piece["box"])
@@ -168,7 +172,7 @@ class CheckpointReader:
             part = self._read_part(piece, _relative(common, box))
             if result is None:
                 result = torch.empty(sizes(wanted), dtype=dtype or part.dtype, device=device)
-            result[_relative(common, wanted)] = part.to(result)
+            result[_relative(common, wanted)].copy_(part)
             filled += part.numel()
         if result is None or filled != result.numel():
             raise CheckpointError(f"{what} is not whole: {filled} elements of {show_box(wanted)} were found")

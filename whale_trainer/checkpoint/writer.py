@@ -14,14 +14,12 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from whale_trainer.checkpoint.reader import (
@@ -35,7 +33,20 @@ from whale_trainer.checkpoint.reader import (
     sizes,
 )
 from whale_trainer.checkpoint.state import encode
+from whale_trainer.checkpoint.tensor_file import write_tensors
 from whale_trainer.errors import CheckpointError
+
+Exchange = Callable[[Any], list[Any]]
+"""Gives every rank what each rank gave, by rank; all ranks call it."""
+
+_T = TypeVar("_T")
+_INDEX_BYTES = 1 << 20
+"""What is set aside for the index and the headers when free space is looked at."""
+
+
+def alone(value: Any) -> list[Any]:
+    """The exchange of a single rank."""
+    return [value]
 
 
 @dataclass(frozen=True)
@@ -62,38 +73,84 @@ def write_checkpoint(
     *,
     rank: int = 0,
     world_size: int = 1,
-    barrier: Callable[[], object] = lambda: None,
+    exchange: Exchange = alone,
     aliases: Mapping[str, str] | None = None,
 ) -> None:
     """Write the folder `path`; every rank calls this with the pieces it owns, rank 0's `state` is kept.
 
     `shapes` names every tensor that must be whole under the key `model`; `aliases` gives further names of tied ones.
-    Raises `CheckpointError`, and leaves whatever was at `path` before, when anything is missing or cannot be written.
+    Raises `CheckpointError`, the same on all ranks, and leaves whatever was at `path` before, when anything is missing
+    or cannot be written on any rank.
     """
     path = Path(path)
     beside = path.with_name(path.name + ".tmp")
-    try:
-        encoded = encode(dict(state)) if rank == 0 else None
+    pieces = list(pieces)
+    more = {"aliases": dict(aliases or {}), "global_step": state.get("global_step", 0)}
+
+    def begin() -> tuple[Any, int]:
+        encoded = None
         if rank == 0:
+            encoded = encode(dict(state))
             shutil.rmtree(beside, ignore_errors=True)
             beside.mkdir(parents=True)
-        barrier()
-        _write_pieces(beside / f"rank{rank}.safetensors", pieces, shapes)
-        barrier()
+        return encoded, sum(piece.tensor.nbytes for piece in pieces)
+
+    def write(num_bytes: int) -> tuple[list[dict[str, Any]], int]:
+        _check_space(beside, num_bytes + _INDEX_BYTES)
+        return _write_pieces(beside / file_of(rank), pieces, shapes)
+
+    def end(written: list[tuple[list[dict[str, Any]], int]], encoded: Any) -> None:
         if rank == 0:
-            index = _make_index(beside, shapes, world_size)
-            index |= {"aliases": dict(aliases or {}), "global_step": state.get("global_step", 0), "state": encoded}
-            _write_index(beside, index)
+            _write_index(beside, _make_index(beside, written, shapes) | more | {"state": encoded})
             _put_in_place(beside, path)
-        barrier()
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(
+
+    try:
+        encoded, own_bytes = _together(path, rank, exchange, begin)[rank]
+        total = sum(exchange(own_bytes))
+        written = _together(path, rank, exchange, lambda: write(total))
+        _together(path, rank, exchange, lambda: end(written, encoded))
+    except CheckpointError:
+        if rank == 0:
+            shutil.rmtree(beside, ignore_errors=True)  # half of a checkpoint is of no use, and fills the disk
+        raise
+
+
+def file_of(rank: int) -> str:
+    """Name of the file of a rank."""
+    return f"rank{rank}.safetensors"
+
+
+def _together(path: Path, rank: int, exchange: Exchange, act: Callable[[], _T]) -> list[_T]:
+    """What `act` gives on each rank. When it fails on one, all raise the same `CheckpointError`, and none waits."""
+    problem, found = "", None
+    try:
+        found = act()
+    except CheckpointError as error:
+        problem = str(error)
+    except OSError as error:
+        problem = (
             f"{path} could not be written by rank {rank} ({error}): free some space or choose another hydra.run.dir; "
             "checkpoints saved before it are untouched"
-        ) from error
+        )
+    answers = exchange((problem, found))
+    for told, _ in answers:
+        if told:
+            raise CheckpointError(told)
+    return [value for _, value in answers]
 
 
-def _write_pieces(file: Path, pieces: Iterable[Piece], shapes: Mapping[str, Sequence[int]]) -> None:
+def _check_space(folder: Path, num_bytes: int) -> None:
+    """Raises `OSError` when the disk has less free than all ranks together are about to write."""
+    disk = os.statvfs(folder)
+    free = disk.f_bavail * disk.f_frsize
+    if free < num_bytes:
+        raise OSError(f"{num_bytes / 1e6:,.1f} MB are needed, {free / 1e6:,.1f} MB are free")
+
+
+def _write_pieces(
+    file: Path, pieces: Sequence[Piece], shapes: Mapping[str, Sequence[int]]
+) -> tuple[list[dict[str, Any]], int]:
+    """Write the pieces of a rank: the place of each, for the index, and the size of the file (0: there is none)."""
     tensors: dict[str, Tensor] = {}
     entries = []
     for piece in pieces:
@@ -102,38 +159,45 @@ def _write_pieces(file: Path, pieces: Iterable[Piece], shapes: Mapping[str, Sequ
             part = f"a part of shape {list(piece.tensor.shape)}"
             raise CheckpointError(f"{piece.key} {piece.name}: {part} does not fit {show_box(box)} of {list(shape)}")
         entry = f"{piece.key}:{piece.name}[{show_box(box)}]"
-        # a part is often a view into a larger tensor; the file must hold the part only
-        tensors[entry] = piece.tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-        entries.append({"key": piece.key, "name": piece.name, "shape": shape, "box": box, "entry": entry})
-    if not tensors:
-        return
-    save_file(tensors, file, metadata={"pieces": json.dumps(entries)})
-    _sync(file)
+        tensors[entry] = piece.tensor
+        place = {"file": file.name, "entry": entry, "box": [[i.start, i.stop] for i in box]}
+        entries.append({"key": piece.key, "name": piece.name, "shape": list(shape), "place": place})
+    return entries, write_tensors(file, tensors) if tensors else 0
 
 
-def _make_index(folder: Path, shapes: Mapping[str, Sequence[int]], world_size: int) -> dict[str, Any]:
-    files: dict[str, int] = {}
+def _make_index(
+    folder: Path, written: Sequence[tuple[list[dict[str, Any]], int]], shapes: Mapping[str, Sequence[int]]
+) -> dict[str, Any]:
+    files = {file_of(rank): size for rank, (_, size) in enumerate(written) if size}
     tensors: dict[str, dict[str, Any]] = {MODEL: {}}
-    for file in sorted(folder.glob("rank*.safetensors")):
-        files[file.name] = file.stat().st_size
-        with safe_open(file, framework="pt") as handle:
-            entries = json.loads(handle.metadata()["pieces"])
-        for e in entries:
-            tensor = tensors.setdefault(e["key"], {}).setdefault(e["name"], {"shape": e["shape"], "pieces": []})
-            tensor["pieces"].append({"file": file.name, "entry": e["entry"], "box": e["box"]})
-    _check_whole(folder, tensors, shapes, world_size)
+    for e in (e for entries, _ in written for e in entries):
+        tensor = tensors.setdefault(e["key"], {}).setdefault(e["name"], {"shape": e["shape"], "pieces": []})
+        tensor["pieces"].append(e["place"])
+    lost = [name for name, size in files.items() if not _has_size(folder / name, size)]
+    _check_whole(folder, tensors, shapes, lost, len(written))
     return {
         "schema_version": SCHEMA_VERSION,
-        "world_size": world_size,
+        "world_size": len(written),
         "files": files,
         "tensors": tensors,
     }
 
 
+def _has_size(file: Path, size: int) -> bool:
+    with suppress(OSError):
+        return file.stat().st_size == size
+    return False
+
+
 def _check_whole(
-    folder: Path, tensors: dict[str, dict[str, Any]], shapes: Mapping[str, Sequence[int]], world_size: int
+    folder: Path,
+    tensors: dict[str, dict[str, Any]],
+    shapes: Mapping[str, Sequence[int]],
+    lost: Sequence[str],
+    world_size: int,
 ) -> None:
-    wrong = [f"{MODEL} {name} (nobody wrote it)" for name in shapes if name not in tensors[MODEL]]
+    wrong = [f"{name} (not in this folder)" for name in lost]
+    wrong += [f"{MODEL} {name} (nobody wrote it)" for name in shapes if name not in tensors[MODEL]]
     for key, by_name in tensors.items():
         for name, tensor in by_name.items():
             found = sum(prod(b - a for a, b in piece["box"]) for piece in tensor["pieces"])

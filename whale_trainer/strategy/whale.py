@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from whale_trainer.checkpoint import CheckpointReader, read_checkpoint, remove_checkpoint
-from whale_trainer.checkpoint.snapshot import load_optimizers, load_weights, save_snapshot
+from whale_trainer.checkpoint.snapshot import load_optimizers, load_weights, take_snapshot
 from whale_trainer.data import RankBatch, slice_loader
 from whale_trainer.errors import RankError
 from whale_trainer.planning.plan import Plan
@@ -311,7 +311,17 @@ class WhaleStrategy(ParallelStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        save_snapshot(Path(filepath), checkpoint, self.runner, self.optimizers, self.plan.num_ranks, self.barrier)
+        take_snapshot(Path(filepath), checkpoint, self.runner, self.optimizers, self.plan.num_ranks).write(
+            self._exchange
+        )
+
+    def _exchange(self, value: Any) -> list[Any]:
+        """What each rank gives, on all ranks."""
+        if self.plan.num_ranks == 1 or not dist.is_initialized():
+            return [value]
+        found: list[Any] = [None] * self.plan.num_ranks
+        dist.all_gather_object(found, value)
+        return found
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
