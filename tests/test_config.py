@@ -35,7 +35,7 @@ TOP = {
     "far-off key": ({"zzz": 3}, "zzz", ["unknown key", "allowed: mode, seed"]),
     "mode": ({"mode": "fitt"}, "mode", ["'fitt'", "did you mean fit?", "validate"]),
     "mode list": ({"mode": ["fit"]}, "mode", ["['fit']", "allowed"]),
-    "export": ({"mode": "export"}, "mode", ["'export' is not available in this release", "plan, calibrate"]),
+    "export": ({"mode": "export"}, "", ["mode=export needs ckpt_path", "or last with hydra.run.dir"]),
     "emulate on a GPU": (
         {"emulate": True, "trainer": {"accelerator": "gpu"}},
         "emulate",

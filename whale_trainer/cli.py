@@ -28,7 +28,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 import whale_trainer.conf
 from whale_trainer.cluster import Cluster
 from whale_trainer.config import Config, load_config
-from whale_trainer.errors import ConfigError, PlanError, Problem
+from whale_trainer.errors import CheckpointError, ConfigError, PlanError, Problem
 from whale_trainer.hydra_errors import HYDRA_ERRORS, as_config_error
 from whale_trainer.model_spec import ModelSpec
 from whale_trainer.overrides import is_flag, prepare
@@ -122,7 +122,7 @@ def plain_of(config: DictConfig, start_dir: str) -> dict[str, Any]:
     """Plain, resolved data; paths of the user's are taken from the folder where the command was given."""
     try:
         with open_dict(config):
-            for key in ("ckpt_path", "data.path", "cluster.file", "cluster.profile"):
+            for key in ("ckpt_path", "init_from", "data.path", "cluster.file", "cluster.profile"):
                 value = OmegaConf.select(config, key, throw_on_missing=False)
                 if isinstance(value, ListConfig):
                     OmegaConf.update(config, key, [_from(start_dir, item) for item in value])
@@ -150,6 +150,9 @@ def run_job(config: DictConfig, folder: Path, start_dir: str, overrides: list[st
         checked = load_config(plain_of(config, start_dir))
         if checked.mode == "calibrate":
             return calibrate_job(checked, folder, overrides)
+        if checked.mode == "export":
+            return export_job(checked, folder)
+        check_first_weights(checked)
         if checked.emulate and checked.profile is None:
             checked = with_emulated_profile(checked, folder)
         planned = make_plan_of(checked)
@@ -211,6 +214,41 @@ def with_emulated_profile(config: Config, folder: Path) -> Config:
     if found.profile is None or found.code:
         raise PlanError(f"the emulated devices could not be calibrated (exit code {found.code}, reason above)")
     return config.model_copy(update={"profile": found.profile})
+
+
+def check_first_weights(config: Config) -> None:
+    """Raise `ConfigError` when `init_from` holds no weights of the model."""
+    from whale_trainer.checkpoint import check_weights
+
+    if config.init_from is None:
+        return
+    try:
+        check_weights(config.init_from, _meta_model(config))
+    except CheckpointError as error:
+        raise ConfigError([Problem("init_from", str(error))]) from error
+
+
+def export_job(config: Config, folder: Path) -> int:
+    """Write the checkpoint's weights as one file into the run folder. Raises `ConfigError` where there is none."""
+    from whale_trainer.checkpoint import export_weights, newest_checkpoint, read_checkpoint
+
+    assert config.ckpt_path is not None
+    try:
+        found = newest_checkpoint(folder) if config.ckpt_path == "last" else read_checkpoint(config.ckpt_path).path
+    except CheckpointError as error:
+        raise ConfigError([Problem("ckpt_path", str(error))]) from error
+    if found is None:
+        text = f"last: there is no whole checkpoint under {folder}; give the run's folder as hydra.run.dir"
+        raise ConfigError([Problem("ckpt_path", text)])
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "model.safetensors"
+    try:
+        size = export_weights(found, file, _meta_model(config))
+    except CheckpointError as error:
+        print(f"CheckpointError: {error}", file=sys.stderr)
+        return 1
+    print(f"{os.path.relpath(file, os.getcwd())}: the weights of {found.name}, {size / 1e6:,.1f} MB")
+    return 0
 
 
 def start(planned: Planned, folder: Path) -> int:

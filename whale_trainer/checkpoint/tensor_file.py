@@ -58,7 +58,7 @@ def write_tensors(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
 def bytes_of(tensor: Tensor) -> memoryview:
     """The elements of a tensor in order; a copy only where they lie on a GPU or out of order."""
     flat = tensor.detach().to("cpu").contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
 def _header(tensors: Mapping[str, Tensor], order: list[str], metadata: Mapping[str, str] | None) -> bytes:

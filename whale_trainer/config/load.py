@@ -177,7 +177,7 @@ class _Reader:
                 "true runs CPU processes at the pace of the devices; use trainer.accelerator=cpu, or leave it false"
             )
             self.problems.append(Problem("emulate", message))
-        if not self.problems and mode != "plan":
+        if not self.problems and mode not in ("plan", "export"):
             assert trainer is not None
             self.problems += trial_problems(parts["optimizer"], parts["scheduler"], trainer.max_steps)
         if self.problems or top is None:
@@ -301,7 +301,7 @@ class _Reader:
             target, problems = read_target(value, f"callbacks.{name}")
             found[str(name)] = target
             # planning and measuring start no training and load no Lightning, which callbacks come with
-            is_training = mode not in ("plan", "calibrate")
+            is_training = mode not in ("plan", "calibrate", "export")
             self.problems += problems or (checked(target, callback_problems) if is_training else [])
         return found
 

@@ -12,8 +12,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from whale_trainer.planning.precision import PRECISIONS
 from whale_trainer.validation import did_you_mean, refusal
 
-MODES = ("fit", "validate", "test", "predict", "plan", "calibrate")
-_LATER = ("export",)
+MODES = ("fit", "validate", "test", "predict", "plan", "calibrate", "export")
 MAX_SEED = 2**32 - 1
 
 
@@ -23,16 +22,10 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
-def _mode(value: object) -> object:
-    if value in _LATER:
-        raise refusal(f"{value!r} is not available in this release; allowed: {', '.join(MODES)}")
-    return value
-
-
 class Top(Section):
     """What stands outside every section."""
 
-    mode: Annotated[Literal["fit", "validate", "test", "predict", "plan", "calibrate"], BeforeValidator(_mode)] = "fit"
+    mode: Literal["fit", "validate", "test", "predict", "plan", "calibrate", "export"] = "fit"
     seed: int = Field(default=0, ge=0, le=MAX_SEED, description=f"an integer from 0 to {MAX_SEED}")
     global_batch: int = Field(
         default=32, ge=1, le=2**31, description="samples of one optimizer step over all ranks, an integer from 1"
@@ -44,6 +37,24 @@ class Top(Section):
     ckpt_path: str | None = Field(
         default=None, min_length=1, description="the path of a checkpoint, `last`, or null for none"
     )
+    init_from: str | None = Field(
+        default=None,
+        min_length=1,
+        description="the path of first weights (safetensors, a Hugging Face folder), or null",
+    )
+
+    @model_validator(mode="after")
+    def _weights_come_from_one_place(self) -> Self:
+        if self.mode == "export" and self.ckpt_path is None:
+            raise refusal("mode=export needs ckpt_path: the path of a checkpoint, or last with hydra.run.dir")
+        if self.init_from is not None and self.mode in ("plan", "calibrate", "export"):
+            raise refusal(f"init_from is of no use in mode={self.mode}; leave it out")
+        if self.init_from is not None and self.ckpt_path not in (None, "last"):
+            raise refusal(
+                f"init_from ({self.init_from}) and ckpt_path ({self.ckpt_path}) both give weights; leave one out "
+                "(ckpt_path=last takes init_from when there is no checkpoint yet)"
+            )
+        return self
 
 
 REPLACED = {
@@ -160,6 +171,8 @@ class CheckpointConfig(Section):
     every_n_steps: int | None = Field(default=None, ge=1, description="an integer from 1, or null for the last only")
     save_top_k: int = Field(default=1, ge=-1, description="how many are kept: an integer from 0, or -1 for all")
     monitor: str | None = Field(default=None, min_length=1, description="a logged figure such as val/loss, or null")
+    asynchronous: bool = Field(default=False, description="true or false")
+    """Write in the background while training goes on; it takes host memory for a copy of what a rank owns."""
 
     @model_validator(mode="after")
     def _best_by_something(self) -> Self:

@@ -21,16 +21,17 @@ from lightning_fabric.plugins import ClusterEnvironment
 from lightning_fabric.plugins.environments import LightningEnvironment
 from pytorch_lightning.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from pytorch_lightning.strategies.parallel import ParallelStrategy
-from pytorch_lightning.trainer.states import TrainerFn
+from pytorch_lightning.trainer.states import TrainerFn, TrainerStatus
 from pytorch_lightning.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from whale_trainer.checkpoint import CheckpointReader, read_checkpoint, remove_checkpoint
+from whale_trainer.checkpoint import CheckpointReader, Exchange, alone, read_checkpoint, remove_checkpoint
+from whale_trainer.checkpoint.background import BackgroundWriter
 from whale_trainer.checkpoint.snapshot import load_optimizers, load_weights, take_snapshot
 from whale_trainer.data import RankBatch, slice_loader
-from whale_trainer.errors import RankError
+from whale_trainer.errors import CheckpointError, RankError
 from whale_trainer.planning.plan import Plan
 from whale_trainer.planning.simulation.timeline import Timeline
 from whale_trainer.report.summary import Emulation
@@ -46,7 +47,8 @@ from whale_trainer.strategy.plugins import PlanEnvironment, PlanPrecision
 class WhaleStrategy(ParallelStrategy):
     """Trains under `plan`. A plan from `make_plan` knows its model; one from JSON must only replicate.
 
-    `precision` is one of 32-true, 64-true, bf16-mixed, 16-mixed (None: what the Trainer says).
+    `precision` is one of 32-true, 64-true, bf16-mixed, 16-mixed (None: what the Trainer says). With
+    `asynchronous_checkpoints` training goes on while a checkpoint is written.
     """
 
     strategy_name = "whale"
@@ -61,6 +63,7 @@ class WhaleStrategy(ParallelStrategy):
         device: torch.device | None = None,
         cluster_environment: ClusterEnvironment | None = None,
         pace: Pace | None = None,
+        asynchronous_checkpoints: bool = False,
     ) -> None:
         if cluster_environment is None and dist.is_initialized():
             rank = dist.get_rank()
@@ -79,6 +82,8 @@ class WhaleStrategy(ParallelStrategy):
         """Of this rank's actions; its trace tells what they were."""
         self._runner: Engine | ReplicaRunner | None = None
         self._reader: CheckpointReader | None = None
+        self._is_asynchronous = asynchronous_checkpoints
+        self._background: BackgroundWriter | None = None
 
     # --- processes ---------------------------------------------------------------------------------------------------
 
@@ -178,6 +183,8 @@ class WhaleStrategy(ParallelStrategy):
         check_module(self.lightning_module, self.plan)
         if self._runner is None:
             self._runner = self._make_runner(self.lightning_module)
+        if self._is_asynchronous and self._background is None:
+            self._background = BackgroundWriter(self._make_exchange(own_group=True))
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
             check_optimizers(self.optimizers, self.plan)
@@ -234,6 +241,8 @@ class WhaleStrategy(ParallelStrategy):
     @override
     def training_step(self, batch: RankBatch, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         assert self.lightning_module is not None
+        if self._background is not None:
+            self._background.check()
         index = self.lightning_module.trainer.global_step
         if isinstance(self.runner, Engine):
             self.last_step = self.runner.train_step(batch, index)
@@ -311,22 +320,42 @@ class WhaleStrategy(ParallelStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        take_snapshot(Path(filepath), checkpoint, self.runner, self.optimizers, self.plan.num_ranks).write(
-            self._exchange
-        )
+        snapshot = take_snapshot(Path(filepath), checkpoint, self.runner, self.optimizers, self.plan.num_ranks)
+        if self._background is None:
+            snapshot.write(self._make_exchange(own_group=False))
+        else:
+            self._background.start(snapshot)
 
-    def _exchange(self, value: Any) -> list[Any]:
-        """What each rank gives, on all ranks."""
+    def wait_for_checkpoints(self) -> None:
+        """Return when all that was saved is whole on the disk. Raises the `CheckpointError` of a save that failed."""
+        if self._background is not None:
+            self._background.wait()
+
+    @override
+    def on_train_end(self) -> None:
+        self.wait_for_checkpoints()
+
+    def _make_exchange(self, *, own_group: bool) -> Exchange:
+        """How ranks tell each other of a save; a thread beside the training needs a group of its own."""
         if self.plan.num_ranks == 1 or not dist.is_initialized():
-            return [value]
-        found: list[Any] = [None] * self.plan.num_ranks
-        dist.all_gather_object(found, value)
-        return found
+            return alone
+        group = dist.new_group(backend="gloo", timeout=self._timeout) if own_group else None
+
+        def exchange(value: Any) -> list[Any]:
+            found: list[Any] = [None] * self.plan.num_ranks
+            dist.all_gather_object(found, value, group=group)
+            return found
+
+        return exchange
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
-        if self.is_global_zero:
+        if not self.is_global_zero:
+            return
+        if self._background is None:
             remove_checkpoint(filepath)
+        else:
+            self._background.remove(Path(filepath))
 
     @property
     @override
@@ -352,6 +381,11 @@ class WhaleStrategy(ParallelStrategy):
     def teardown(self) -> None:
         if self._reader is not None:
             self._reader.close()
+        try:
+            self.wait_for_checkpoints()
+        except CheckpointError:
+            if self.lightning_module is None or self.lightning_module.trainer.state.status != TrainerStatus.INTERRUPTED:
+                raise  # else the error that interrupted the run is the one to be told
         super().teardown()
 
 

@@ -69,18 +69,41 @@ class NewestCheckpoints(Checkpoints):
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         # not left to on_train_end, where Lightning counts the epoch as done, though the last step may be in its middle
         if trainer.global_step == trainer.estimated_stepping_batches:
-            self._save_now(trainer)
+            self.save_now(trainer)
         if self._last_global_step_saved != before:
             self._record.clock.restart()
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_train_end(trainer, pl_module)
-        self._save_now(trainer)  # a run that was stopped early
+        self.save_now(trainer)  # a run that was stopped early
 
-    def _save_now(self, trainer: pl.Trainer) -> None:
+    def save_now(self, trainer: pl.Trainer) -> None:
+        """Save under the name of this step, unless that is done; all ranks call it, between two steps.
+
+        In the background too it returns before the checkpoint is whole: `strategy.wait_for_checkpoints()` waits.
+        """
         if trainer.global_step and not self._should_skip_saving_checkpoint(trainer):
             self._save_topk_checkpoint(trainer, self._monitor_candidates(trainer))
+
+
+def save_now(trainer: pl.Trainer) -> Path | None:
+    """Save a whole checkpoint of this step and return when it is on the disk; its path, or None before the first step.
+
+    All ranks call it at the same step, after it. What the config keeps of older ones, it keeps. Raises
+    `CheckpointError`, the same on all ranks, and the checkpoints of before are then untouched.
+    """
+    saver = next((c for c in trainer.checkpoint_callbacks if isinstance(c, NewestCheckpoints)), None)
+    if saver is None or saver.dirpath is None or not trainer.global_step:
+        return None
+    path = Path(saver.dirpath) / f"step-{trainer.global_step:06d}"
+    saver.save_now(trainer)
+    strategy: Any = trainer.strategy
+    strategy.wait_for_checkpoints()
+    if saver.save_top_k == 0:  # keeps none of its own; one that was asked for is kept all the same
+        trainer.save_checkpoint(path)
+        strategy.wait_for_checkpoints()
+    return path
 
 
 class BestCheckpoints(Checkpoints):

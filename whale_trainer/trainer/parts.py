@@ -8,6 +8,7 @@ import pytorch_lightning as pl
 import torch
 from torch.utils.data import DataLoader
 
+from whale_trainer.checkpoint import load_weights_from
 from whale_trainer.config import Config, Target
 from whale_trainer.data.draws import seed_generators
 from whale_trainer.trainer.module import TrainingModule
@@ -18,6 +19,8 @@ def build_module(config: Config, rank: int) -> pl.LightningModule:
     seed_generators("model", config.seed)
     torch.manual_seed(config.seed)  # as a script without us would do, so that it starts from the same weights
     model = config.model.build()
+    if config.init_from is not None:
+        load_weights_from(config.init_from, model)
     seed_generators("rank", config.seed, rank)  # what a model draws while it runs differs by rank
     if isinstance(model, pl.LightningModule):
         return model

@@ -159,6 +159,7 @@ def build_trainer(
         timeout_s=config.timeout_s,
         device=info.device,
         cluster_environment=PlanEnvironment(info.rank, info.world_size, info.local_rank),
+        asynchronous_checkpoints=config.checkpoint.asynchronous,
     )
     has_progress = info.rank == 0 and config.trainer.enable_progress_bar
     on_gpu = info.device.type == "cuda"
