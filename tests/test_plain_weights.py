@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from whale_trainer.errors import CheckpointError
 class Tied(nn.Module):
     """A tied weight, a buffer that is kept and one that is not."""
 
-    weight_names = {"transformer.wte.weight": "embed.weight", "h.*.ln_*.weight": "blocks.*.norm*.weight"}
+    weight_names: ClassVar = {"transformer.wte.weight": "embed.weight", "h.*.ln_*.weight": "blocks.*.norm*.weight"}
 
     def __init__(self, value: float = 0.0) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ def test_weights_are_taken_by_their_names_and_by_those_that_the_model_declares(t
     check_weights(place, model)
     load_weights_from(place, model)
     assert torch.equal(model.head.weight, torch.full((5, 3), 2.0))
-    assert [float(block["norm1"].weight[0]) for block in model.blocks] == [3.0, 4.0]
+    assert [block["norm1"].weight[0].item() for block in model.blocks] == [3.0, 4.0]
     assert int(model.count) == 7
 
 
@@ -152,8 +152,8 @@ def garbage(folder: Path) -> Path:
         (garbage, r"model.safetensors cannot be read as safetensors"),
         (
             lambda f: as_file(f, {"embed.weight": torch.ones(5, 4), "lm_head": torch.ones(2)}),
-            r"another model's weights: .*blocks.0.norm1.weight \[3\] is not in it; .*lm_head \[2\] is not in the model; "
-            r"embed.weight has shape \[5, 4\], the model's is \[5, 3\]",
+            r"another model's weights: .*blocks.0.norm1.weight \[3\] is not in it; .*"
+            r"lm_head \[2\] is not in the model; embed.weight has shape \[5, 4\], the model's is \[5, 3\]",
         ),
     ],
     ids=["pickle", "folder of pickles", "nothing", "empty", "outside", "lacking", "garbage", "another model"],
