@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytorch_lightning as pl
+from pytorch_lightning.callbacks import WeightAveraging
 from torch.optim import Optimizer
 
 from whale_trainer.describe import unsynchronised_norms
@@ -26,6 +27,15 @@ def check_trainer(trainer: pl.Trainer) -> None:
                 "strategy.micro_batches (and global_batch) instead",
             )
         )
+    problems += [
+        Problem(
+            "callbacks",
+            f"{type(callback).__name__} keeps a second copy of the model, which no plan cuts or saves; leave it out and "
+            "average the weights of several checkpoints after the run",
+        )
+        for callback in trainer.callbacks  # type: ignore[attr-defined]
+        if isinstance(callback, WeightAveraging)
+    ]
     if problems:
         raise ConfigError(problems)
 
