@@ -213,6 +213,12 @@ def test_what_cannot_be_right_is_refused(kind: str, options: dict[str, Any], wor
         assert word in str(refusal.value)
 
 
+def test_c08_averaged_weights_are_refused() -> None:
+    trainer = quiet_trainer(single(WHOLE_3_1), max_epochs=1, callbacks=[pl.callbacks.EMAWeightAveraging()])
+    with pytest.raises(ConfigError, match="EMAWeightAveraging keeps a second copy of the model"):
+        trainer.fit(Usual(), loader(20, 12))
+
+
 class Endless(IterableDataset[Any]):
     def __iter__(self) -> Any:
         return iter(Tokens(20))

@@ -30,8 +30,8 @@ def check_trainer(trainer: pl.Trainer) -> None:
     problems += [
         Problem(
             "callbacks",
-            f"{type(callback).__name__} keeps a second copy of the model, which no plan cuts or saves; leave it out and "
-            "average the weights of several checkpoints after the run",
+            f"{type(callback).__name__} keeps a second copy of the model, which no plan cuts or saves; leave it out "
+            "and average the weights of several checkpoints after the run",
         )
         for callback in trainer.callbacks  # type: ignore[attr-defined]
         if isinstance(callback, WeightAveraging)
