@@ -223,7 +223,7 @@ def check_first_weights(config: Config) -> None:
     if config.init_from is None:
         return
     try:
-        check_weights(config.init_from, _meta_model(config))
+        check_weights(config.init_from, meta_model(config))
     except CheckpointError as error:
         raise ConfigError([Problem("init_from", str(error))]) from error
 
@@ -243,7 +243,7 @@ def export_job(config: Config, folder: Path) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "model.safetensors"
     try:
-        size = export_weights(found, file, _meta_model(config))
+        size = export_weights(found, file, meta_model(config))
     except CheckpointError as error:
         print(f"CheckpointError: {error}", file=sys.stderr)
         return 1
