@@ -26,6 +26,7 @@ from whale_trainer.runtime.alone import lone_tile
 from whale_trainer.runtime.dropout import DropoutState
 from whale_trainer.runtime.precision import Precision
 from whale_trainer.runtime.shards import TileLayers
+from whale_trainer.runtime.weight_gradients import Product, WeightGradients, add_waiting
 
 CUTS: tuple[tuple[int, ...], ...] = ((1,), (3, 1), (1, 1), (1, 1, 1, 1), (1,) * 8)
 """Weights of a tensor group of which the first shard is measured, where the layer can be cut so often."""
@@ -128,8 +129,10 @@ class LayerBench:
                 self._outputs[first] = self._layers[first](value)
         return self._outputs[first]
 
-    def shard(self, layers: Interval, weights: tuple[int, ...], shard: int = 0) -> TileLayers:
-        """A shard of some layers under `weights`, on the device."""
+    def shard(
+        self, layers: Interval, weights: tuple[int, ...], shard: int = 0, waits: WeightGradients | None = None
+    ) -> TileLayers:
+        """A shard of some layers under `weights`, on the device; with `waits` for split backward passes."""
         return lone_tile(
             self._model,
             self._spec,
@@ -140,10 +143,16 @@ class LayerBench:
             dtype=self._precision.parameter_dtype,
             dropout=self._dropout,
             met=lambda: self._meetings.append(self._now()),
+            weights_wait=waits,
         )
 
-    def run(self, tile: TileLayers, layers: Interval, inputs: Any, batch: Any) -> tuple[Segments, Segments]:
-        """Seconds of one forward and one backward pass, each cut where a tensor group would meet."""
+    def run(
+        self, tile: TileLayers, layers: Interval, inputs: Any, batch: Any, waits: WeightGradients | None = None
+    ) -> tuple[Segments, ...]:
+        """Seconds of one forward and one backward pass, each cut where a tensor group would meet.
+
+        With `waits` the backward pass is split: forward, gradients of inputs, gradients of weights.
+        """
         x = tree_map(_with_gradient, inputs) if layers.start else inputs
         self._dropout.enter(0, 0)
         forward = self._begin()
@@ -154,10 +163,20 @@ class LayerBench:
         forward_s = forward()
         outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and leaf.requires_grad]
         gradients = [torch.ones_like(output) for output in outputs]
+        products: list[Product] = []
+        if waits is not None:
+            waits.waiting = products
         backward = self._begin()
         if outputs:
             torch.autograd.backward(outputs, gradients)
-        return forward_s, backward()
+        backward_s = backward()
+        if waits is None:
+            return forward_s, backward_s
+        waits.waiting = None
+        weight = self._begin()
+        for _ in add_waiting(products):
+            pass
+        return forward_s, backward_s, weight()
 
     def _begin(self) -> Callable[[], Segments]:
         """Start to time; gives what ends it, with the seconds of each segment."""

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,9 @@ from whale_trainer.launch import Entry, launch, torchrun_rank
 from whale_trainer.model_spec import ModelSpec
 from whale_trainer.planning.costs.cost_model import CostModel
 from whale_trainer.planning.pieces import gradient_buckets, parameter_layouts
-from whale_trainer.planning.plan import Plan, PlannedDevice, Shard, Tile
+from whale_trainer.planning.plan import SPLIT_SCHEDULES, Plan, PlannedDevice, Shard, Tile
 from whale_trainer.planning.precision import PRECISIONS
+from whale_trainer.planning.schedule.actions import Op
 from whale_trainer.planning.shares import Interval
 from whale_trainer.planning.simulation.paces import (
     ActionPace,
@@ -41,6 +43,7 @@ from whale_trainer.planning.simulation.paces import (
 from whale_trainer.planning.simulation.times import TimeModel
 from whale_trainer.rank_info import RankInfo
 from whale_trainer.runtime.transfers import slowest_at_once
+from whale_trainer.runtime.weight_gradients import WeightGradients
 
 ROOM = 1.5
 """The stretch by the least one: what the cores do beside the arithmetic, and that they share caches, needs room."""
@@ -170,21 +173,22 @@ def _measure(job: PaceJob, _: Plan, spec: ModelSpec, run_dir: Path, info: RankIn
     plan, journal, core = job.plan, Journal(job.journal), Core()
     journal.end("core", {"flops": core.flops, "wall_s": _product_wall_s(core)})
     bench = LayerBench(job.config, spec, job.batch, info.device, core)
+    waits = WeightGradients() if plan.schedule in SPLIT_SCHEDULES else None
+    ops = (Op.FORWARD, Op.BACKWARD) if waits is None else (Op.FORWARD, Op.INPUT, Op.WEIGHT)
     for part in dict.fromkeys(part for _, _, part in _parts(plan)):
-        tile = bench.shard(part.layers, part.weights, part.shard)
+        tile = bench.shard(part.layers, part.weights, part.shard, waits)
         inputs, batch = bench.inputs(part.layers.start, part.samples), bench.batch(part.samples)
-        run = partial(bench.run, tile, part.layers, inputs, batch)
-        cut = len(run()[0])
-        seconds = [figure.median_s for figure in bench.steady(partial(_joined, run))]
-        journal.end(part.name, {"F": seconds[:cut], "B": seconds[cut:]})
+        run = partial(bench.run, tile, part.layers, inputs, batch, waits)
+        lengths = [len(segments) for segments in run()]
+        seconds = iter([figure.median_s for figure in bench.steady(partial(_joined, run))])
+        journal.end(part.name, {op: list(islice(seconds, n)) for op, n in zip(ops, lengths, strict=True)})
     for sizes in dict.fromkeys(_sizes(plan, spec, rank) for rank in range(plan.num_ranks)):
         seconds_of_step = optimizer_time(bench, job.config, sizes, info.device).median_s if sizes else 0.0
         journal.end(_optimizer_name(sizes), {"seconds": seconds_of_step})
 
 
-def _joined(run: Callable[[], tuple[Segments, Segments]]) -> Segments:
-    forward, backward = run()
-    return (*forward, *backward)
+def _joined(run: Callable[[], tuple[Segments, ...]]) -> Segments:
+    return tuple(chain.from_iterable(run()))
 
 
 def _time_together(job: PaceJob, _: Plan, spec: ModelSpec, run_dir: Path, info: RankInfo) -> None:

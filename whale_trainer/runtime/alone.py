@@ -19,6 +19,7 @@ from whale_trainer.planning.plan import Plan, PlannedDevice, Shard, Tile
 from whale_trainer.planning.shares import Interval
 from whale_trainer.runtime.dropout import DropoutState
 from whale_trainer.runtime.shards import ShardBuilder, TileLayers, cut_parameters
+from whale_trainer.runtime.weight_gradients import WeightGradients
 
 
 class _Nothing(dist.Work):
@@ -52,15 +53,17 @@ def lone_tile(
     dtype: torch.dtype,
     dropout: DropoutState,
     met: Callable[[], None] = lambda: None,
+    weights_wait: WeightGradients | None = None,
 ) -> TileLayers:
     """A shard of `layers` when they are cut by `weights`, on `device`; `model` stays whole and where it is.
 
-    `met` is called wherever its tensor group would meet. Raises `PlanError` where a layer has fewer units than shards.
+    `met` is called wherever its tensor group would meet; `weights_wait` has gradients of weights wait in split backward
+    passes. Raises `PlanError` where a layer has fewer units than shards.
     """
     plan = _plan_around(spec, layers, weights)
     layouts = parameter_layouts(plan, spec)
     position = next(i for i, tile in enumerate(plan.tiles) if tile.layers == layers)
-    builder = ShardBuilder(model, spec, plan, layouts, shard, dropout)
+    builder = ShardBuilder(model, spec, plan, layouts, shard, dropout, weights_wait)
     builder.copy(position)
     whole = [(module, dict(module._parameters)) for module in model.modules()]
     try:

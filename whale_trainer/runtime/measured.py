@@ -10,7 +10,7 @@ from whale_trainer.planning.plan import Plan
 from whale_trainer.planning.simulation.timeline import Activity, Span, Timeline
 from whale_trainer.runtime.trace import OPTIMIZER, SEND, SUM, Event, Trace
 
-_ACTIVITIES = {"F": Activity.FORWARD, "B": Activity.BACKWARD}
+_ACTIVITIES = {"F": Activity.FORWARD, "B": Activity.BACKWARD, "I": Activity.INPUT, "W": Activity.WEIGHT}
 _Step = tuple[float, float, list[Event]]
 
 
